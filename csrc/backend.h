@@ -1,0 +1,207 @@
+/* The contract between the transformer (forward.c) and a machine.
+ *
+ * A backend is a table of operations over opaque memory. The host never looks
+ * into a device address. Order of business in a step: `begin` takes the facts
+ * of the batch (the only place where integers cross over), operations follow
+ * in program order, `download` waits and brings a few numbers per row back.
+ * An operation never allocates, never waits and never fails: everything that
+ * can be refused is refused when the device is created or in `begin`.
+ *
+ * Reproducibility (CPU): the result of a row depends on that row's inputs
+ * alone, bit for bit, never on n_rows, threads, chunk or block_tokens. Each
+ * reduction has one written order per instruction set.
+ *
+ * Types: "act" is an array of the model's compute type (float32 or bf16, the
+ * input of matrix products); everything else is float32. Shapes are row-major
+ * and dense. Outputs come first.
+ */
+#ifndef RKSC_BACKEND_H
+#define RKSC_BACKEND_H
+
+#include "rksc.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- the batch of a step (built by plan.c, integers only) --------------- */
+
+/* Keys [key_begin, key_end) of one tile, held by the same blocks for all rows
+ * [row_begin, row_end): read once for all of them. `blocks` is the block table
+ * of any of these rows' sequences: position p lives in blocks[p /
+ * block_tokens] at offset p % block_tokens. A row at position p uses the keys
+ * of the segment that are <= p (and inside the window, where there is one). */
+typedef struct rk_segment {
+    int32_t key_begin, key_end; /* key_begin / RK_TILE == (key_end-1) / RK_TILE
+                                 */
+    int32_t row_begin, row_end;
+    const int32_t *blocks;
+} rk_segment;
+
+/* At most RK_CHUNK_ROWS consecutive rows of the batch and their segments, in
+ * the order of tiles, within a tile of key_begin, then row_begin. Every key
+ * that a row may use is covered by exactly one segment. */
+typedef struct rk_chunk {
+    int32_t row_begin, row_end;
+    int32_t segment_begin, segment_end; /* into rk_batch.segments */
+} rk_chunk;
+
+typedef struct rk_batch {
+    int32_t n_rows;           /* 1 .. rk_extent.max_rows */
+    const int32_t *tokens;    /* (n_rows,) */
+    const int32_t *positions; /* (n_rows,) absolute */
+    const int64_t *slots;     /* (n_rows,) block * block_tokens + offset where
+                               * K and V go; -1: they are already there */
+    int32_t n_chunks;
+    const rk_chunk *chunks; /* cover [0, n_rows) in order */
+    int32_t n_segments;
+    const rk_segment *segments;
+} rk_batch;
+
+/* ---- sampling ----------------------------------------------------------- */
+
+/* How one row picks its token. temperature 0: the largest logit, lowest id on
+ * ties. Otherwise softmax(logits / temperature), then top_k (0: off), top_p
+ * (1: off) and min_p (0: off) keep a set, in this order, and a uniform number
+ * from a counter-based generator keyed by (seed, stream, position) picks from
+ * it in the order of ids. `forced` >= 0 is taken as it is (scoring). */
+typedef struct rk_draw {
+    float temperature, top_p, min_p;
+    int32_t top_k;
+    int32_t forced;
+    uint64_t seed, stream;
+    int64_t position;
+} rk_draw;
+
+/* What a step brings back for a row; all of the raw distribution
+ * softmax(logits), whatever the sampling. token -1: a logit was NaN. */
+typedef struct rk_pick {
+    int32_t token;     /* the chosen one */
+    int32_t top;       /* argmax, lowest id on ties */
+    float logprob;     /* natural log-probability of `token` */
+    float top_prob;    /* probability of `top` */
+    float entropy;     /* nats */
+    float top_logprob; /* natural log-probability of `top` */
+} rk_pick;
+
+/* ---- device -------------------------------------------------------------- */
+
+typedef struct rk_device rk_device;
+
+/* Sizes known at creation; they bound all scratch memory. */
+typedef struct rk_extent {
+    rk_type compute;        /* RK_F32 or RK_BF16 */
+    int32_t block_tokens;   /* power of two, 1 .. RK_TILE */
+    int64_t n_blocks;       /* of the KV pool; committed as they are used */
+    int32_t max_rows;       /* rows of a step */
+    int32_t max_outputs;    /* rows of one `pick` */
+} rk_extent;
+
+typedef struct rk_ops {
+    /* -- memory: may fail, may wait; not used inside a step except download */
+    void *(*alloc)(rk_device *dev, size_t bytes); /* NULL: out of memory */
+    void (*free)(rk_device *dev, void *memory);   /* takes NULL */
+    void (*upload)(rk_device *dev, void *dst, const void *host, size_t bytes);
+    void (*download)(rk_device *dev, void *host, const void *src,
+                     size_t bytes);
+    void (*destroy)(rk_device *dev);
+
+    /* -- KV pool: all layers of a block at once */
+    void (*kv_copy)(rk_device *dev, int32_t dst_block, int32_t src_block);
+    void (*kv_fill)(rk_device *dev, int32_t block, uint8_t byte);
+
+    /* -- the step */
+    /* Take the batch's facts and prepare RoPE angles for its rows. The batch
+     * and all it points to stay valid until the next begin. */
+    void (*begin)(rk_device *dev, const rk_batch *batch);
+    /* out[i] = table[batch.tokens[i]] as float32. out: (n_rows, width) */
+    void (*embed)(rk_device *dev, float *out, const rk_matrix *table);
+    /* out[i] = x[i] / sqrt(mean(x[i]^2) + norm_eps) * weight. The sum of
+     * squares is float32 or wider; x: (n, width), out: act (n, width). */
+    void (*norm)(rk_device *dev, void *out, const float *x,
+                 const float *weight, int32_t n);
+    /* Project a: act (n_rows, width) by the layer's query, key, value (+bias);
+     * rotate Q and K at the rows' positions; write K and V of rows with slot
+     * >= 0 to the pool; out: act (n_rows, n_heads * head_dim) = rotated Q. */
+    void (*qkv)(rk_device *dev, void *out, const void *a,
+                const rk_layer *layer, int32_t layer_id);
+    /* out: act (n_rows, n_heads * head_dim) = softmax(q k / sqrt(head_dim)) v
+     * by the plan of the batch. */
+    void (*attention)(rk_device *dev, void *out, const void *q,
+                      int32_t layer_id);
+    /* out: float32 (n, w->rows) = a w^T + bias, or += when `accumulate`.
+     * a: act (n, w->cols). */
+    void (*linear)(rk_device *dev, float *out, const void *a,
+                   const rk_matrix *w, int32_t n, bool accumulate);
+    /* out: act (n, ffn) = silu(a gate^T) * (a up^T). a: act (n, width) */
+    void (*swiglu)(rk_device *dev, void *out, const void *a,
+                   const rk_matrix *gate, const rk_matrix *up, int32_t n);
+
+    /* -- rows, statistics, lenses */
+    /* dst[i] = src[rows[i]]; float32, `width` wide; `rows` is a host array.
+     * dst == src is allowed when rows[i] >= i rises (compaction). */
+    void (*gather)(rk_device *dev, float *dst, const float *src,
+                   const int32_t *rows, int32_t n, int32_t width);
+    /* out: (n,) on the device; logits: (n, vocab); draws: host array. */
+    void (*pick)(rk_device *dev, rk_pick *out, const float *logits,
+                 const rk_draw *draws, int32_t n);
+    /* out: float32 (n, n_ids) = dot(norm(x[i]), head[ids[j]]), head rows and
+     * accumulation in float32 whatever the head's type; `weight` is the final
+     * norm's, NULL: x is used as it is. ids: host array. */
+    void (*answer)(rk_device *dev, float *out, const float *x,
+                   const float *weight, const rk_matrix *head,
+                   const int32_t *ids, int32_t n, int32_t n_ids);
+    /* out: float32 (width,) = mean over rows of x: (n, width), added in the
+     * order of rows to `sum` (width,) float64 first; one call with n rows or
+     * several with parts of them give the same bits when `sum` is carried. */
+    void (*mean)(rk_device *dev, float *out, double *sum, const float *x,
+                 int32_t n, int64_t n_total);
+    /* out: (n,) = cos(a[i] - center, b - center), NULL center: zero; 0 norm or
+     * NaN gives NaN. a: (n, width), b: (width,). */
+    void (*cosine)(rk_device *dev, float *out, const float *a, const float *b,
+                   const float *center, int32_t n);
+} rk_ops;
+
+/* Every device begins with its table: dev->ops->norm(dev, ...). */
+struct rk_device {
+    const rk_ops *ops;
+};
+
+/* Bytes of one block: K and V of block_tokens positions in all layers. */
+static inline size_t rk_block_bytes(const rk_config *config, rk_type compute,
+                                    int32_t block_tokens)
+{
+    return (size_t)2 * (size_t)config->n_layers * (size_t)config->n_kv_heads *
+           (size_t)config->head_dim * (size_t)block_tokens *
+           (compute == RK_BF16 ? 2u : 4u);
+}
+
+/* ---- backends ------------------------------------------------------------ */
+
+/* Instruction sets of the CPU backend, weakest first. */
+typedef enum rk_isa {
+    RK_ISA_PORTABLE = 0,
+    RK_ISA_AVX2,
+    RK_ISA_AVX512,
+    RK_ISA_AVX512_BF16,
+    RK_N_ISAS
+} rk_isa;
+
+const char *rk_isa_name(rk_isa isa); /* "portable", "avx2", "avx512", ... */
+bool rk_isa_supported(rk_isa isa);   /* by this machine and this build */
+rk_isa rk_isa_best(void);
+
+/* n_threads >= 1. `isa` must be supported. The device copies `config` and
+ * its inv_freq. Calls on one device are serialised by the caller. */
+rk_status rk_cpu_create(rk_device **out, const rk_config *config,
+                        const rk_extent *extent, rk_isa isa, int n_threads,
+                        rk_error *err);
+
+/* Threads that this process may really use: affinity and cgroup quota. */
+int rk_cpu_default_threads(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
