@@ -117,7 +117,8 @@ typedef struct rk_ops {
     /* out[i] = table[batch.tokens[i]] as float32. out: (n_rows, width) */
     void (*embed)(rk_device *dev, float *out, const rk_matrix *table);
     /* out[i] = x[i] / sqrt(mean(x[i]^2) + norm_eps) * weight. The sum of
-     * squares is float32 or wider; x: (n, width), out: act (n, width). */
+     * squares is float32 or wider; x: (n, width), out: act (n, width).
+     * weight NULL: out[i] = x[i], converted to act and nothing else. */
     void (*norm)(rk_device *dev, void *out, const float *x,
                  const float *weight, int32_t n);
     /* Project a: act (n_rows, width) by the layer's query, key, value (+bias);

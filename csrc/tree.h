@@ -1,0 +1,103 @@
+/* Branches: token histories over shared KV blocks.
+ *
+ * A branch is its tokens; positions [0, n_computed) have their KV in `blocks`.
+ * Everything else follows from that: prefill, a fork's suffix, the last token
+ * that was generated and the tail that an eviction took away are all the same
+ * thing, tokens that still have to be computed. No float array belongs to a
+ * branch: the distribution of the next token is computed again from the last
+ * position's KV when somebody asks (one row that writes nothing).
+ */
+#ifndef RKSC_TREE_H
+#define RKSC_TREE_H
+
+#include "kv.h"
+#include "rksc.h"
+
+/* Remembered hidden-state means of a span of this branch (ASKS, probe.c). */
+typedef struct rk_probe_memory {
+    float *means; /* (n_layers, width), owned */
+    int32_t n_layers, begin, end;
+} rk_probe_memory;
+
+typedef struct rk_branch {
+    struct rk_branch *next, *previous; /* the tree's list of live branches */
+    uint64_t id;                       /* never reused in a session */
+    uint64_t parent_id;                /* 0: none */
+    int32_t depth;                     /* forks between a root and this */
+
+    int32_t *tokens; /* (n_tokens,), owned */
+    int32_t n_tokens, tokens_capacity;
+    int32_t n_prompt;   /* tokens it was born with; the rest is generated */
+    int32_t n_computed; /* positions with KV, a prefix of tokens */
+    int32_t n_ever;     /* most positions computed at once: beyond n_computed
+                         * and below this means evicted */
+    int32_t *blocks;    /* block table covering n_computed, owned */
+    int32_t n_blocks, blocks_capacity;
+    int32_t n_published; /* leading blocks that the index knows */
+
+    uint64_t stream;   /* key of its random numbers */
+    double score;      /* NaN: not verified */
+    double confidence; /* NaN: nothing generated */
+    bool approximate;  /* stands on KV of another wording */
+    int32_t pins;      /* > 0: a step or a request needs it: no eviction */
+    bool busy;         /* a submitted request owns its tokens */
+    uint64_t last_use; /* session's step counter */
+    rk_probe_memory memory;
+} rk_branch;
+
+/* The list of live branches of a session and their blocks' books. */
+typedef struct rk_tree {
+    rk_branch *first;
+    rk_kv *kv;
+    int32_t block_tokens;
+    uint64_t next_id;
+    int32_t n_branches;
+    int64_t evictions; /* blocks taken by RSBCM */
+} rk_tree;
+
+/* A root with these tokens; shares the longest indexed prefix, but leaves at
+ * least the last token to be computed. *n_reused: positions found. */
+rk_status rk_tree_add(rk_tree *tree, rk_branch **out, const int32_t *tokens,
+                      int32_t n_tokens, int32_t *n_reused, rk_error *err);
+
+/* A child that begins with the first `at` tokens of the parent (all of its KV
+ * up to there is shared, no copy) followed by suffix. ordinal: place in its
+ * fork, mixed into the stream. */
+rk_status rk_tree_fork(rk_tree *tree, rk_branch **out, rk_branch *parent,
+                       int32_t at, const int32_t *suffix, int32_t n_suffix,
+                       int32_t ordinal, rk_error *err);
+
+void rk_tree_drop(rk_tree *tree, rk_branch *branch);
+
+rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
+                           int32_t n_tokens, rk_error *err);
+
+/* Forget tokens and KV from position n_tokens on. */
+void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens);
+/* Forget KV from position n_computed on; the tokens stay. */
+void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed);
+
+/* How many blocks a write of positions [n_computed, n_tokens) needs beyond
+ * those that the branch may write to (a shared tail block is copied). */
+int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
+                              int32_t n_tokens);
+
+/* Give the branch blocks for positions [n_computed, n_tokens), all private.
+ * *copy_from: source of a copy-on-write of the half-filled block
+ * blocks[*copy_to index], -1 when none; the caller copies the KV. Needs
+ * rk_tree_blocks_needed free blocks; RK_ENOMEM changes nothing. */
+rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
+                          int32_t *copy_from, int32_t *copy_to, rk_error *err);
+
+/* Positions up to n_computed now have their KV: note it and enter full blocks
+ * into the exact index (never for approximate branches). */
+void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed);
+
+/* Free blocks by RSBCM until n_blocks are free; returns whether they are.
+ * Only tails of unpinned branches that nobody else still needs. */
+bool rk_tree_evict(rk_tree *tree, int32_t n_blocks);
+
+/* The books of kv agree with the branches' block tables. O(blocks). */
+rk_status rk_tree_check(const rk_tree *tree, rk_error *err);
+
+#endif
