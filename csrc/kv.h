@@ -44,7 +44,9 @@ int32_t rk_kv_refs(const rk_kv *kv, int32_t block);
 /* Enter a full block into the index. `before` is the preceding block of the
  * same branch (-1 at position 0) and must have been published, else this does
  * nothing. When an equal history is already indexed, the block takes over its
- * identity (its successors are found) without an entry of its own. */
+ * identity (its successors are found) without an entry of its own; only where
+ * the equal one is cached, the block gets its entry and the cached one becomes
+ * free. */
 void rk_kv_publish(rk_kv *kv, int32_t before, int32_t block,
                    const int32_t *tokens);
 
@@ -53,7 +55,8 @@ void rk_kv_publish(rk_kv *kv, int32_t before, int32_t block,
 int32_t rk_kv_match(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
                     int32_t *blocks, int32_t max_blocks);
 
-/* Forget every entry (weights changed): cached blocks become free. */
+/* Forget every entry (weights changed): cached blocks become free, and blocks
+ * in use now are not indexed any more, nor what follows them. */
 void rk_kv_forget(rk_kv *kv);
 
 rk_kv_counts rk_kv_count(const rk_kv *kv);
