@@ -1,0 +1,236 @@
+"""The C extension: sessions and branches over shared KV blocks.
+
+`rksc.BranchSession` (session.py) is this module's `Session` plus text, units and
+policies' dataclasses; everything that computes is here. Token sequences may be any
+sequence of ints or integer array; ids are checked against the vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import ModelConfig
+
+Tokens = Sequence[int] | NDArray[np.integer[Any]]
+
+isas: tuple[str, ...]
+"""Instruction sets that this machine and build support, weakest first."""
+
+def default_threads() -> int:
+    """Threads that this process may use: CPU affinity, cgroup quota, RKSC_NUM_THREADS."""
+
+class CapacityError(RuntimeError):
+    """The KV budget cannot hold what one call needs at once; nothing was changed."""
+
+class Tensor:
+    """A weight over borrowed memory: F32, F16, BF16 or a GGUF block type."""
+
+    name: str | None
+    def __init__(
+        self, buffer: Any, type: str, shape: tuple[int, ...], offset: int = 0
+    ) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def numpy(self) -> NDArray[np.float32]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+class Branch:
+    """One continuation: tokens over KV blocks that it may share with others.
+
+    Created by `Session.prefill` and `Branch.fork`. Dropping the last reference drops the
+    branch; `drop()` does so at once. Using a dropped branch is a RuntimeError.
+    """
+
+    score: float | None
+    """Verifier's p(YES) / (p(YES) + p(NO)), or what the caller set; None until then."""
+    confidence: float | None
+    """Mean probability of the most likely token over the generated ones; None before."""
+    stream: int
+    """Key of this branch's random numbers (uint64), fixed at the fork; can be set."""
+    gate: Any
+    """ASKS' report (`rksc.Gate`) where `similar_to` was given, else None."""
+    verdict: Any
+    """The last `rksc.Verdict`, or None."""
+    prompt: Any
+    """The branch's own wording (int32 array) where it was given to ASKS, else None."""
+    @property
+    def session(self) -> Session: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def parent_id(self) -> int | None: ...
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """A copy of the tokens that the KV holds or will hold, int32 (n,)."""
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_prompt(self) -> int:
+        """Tokens it was born with; what follows was generated or appended."""
+    @property
+    def n_computed(self) -> int:
+        """Leading positions whose KV is resident."""
+    @property
+    def depth(self) -> int: ...
+    @property
+    def resident(self) -> bool:
+        """False when an eviction took KV that had been computed."""
+    @property
+    def approximate(self) -> bool: ...
+    @property
+    def dropped(self) -> bool: ...
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """Logits of the next token, float32 (vocabulary,). Computed on each access."""
+    @property
+    def hidden(self) -> NDArray[np.float32]:
+        """Residual stream of the last token after each layer, float32 (layers, width)."""
+    def fork(
+        self, what: int | Sequence[Tokens] = 1, *, at: int | None = None
+    ) -> list[Branch]:
+        """Children that share this branch's KV: `what` of them, or one for each suffix.
+
+        `at`: keep only the first `at` tokens (1 .. n_tokens). No KV is computed or copied.
+        ValueError: no children, `at` out of range, a bad token.
+        """
+    def extend(self, tokens: Tokens) -> None:
+        """Append tokens; their KV is computed when it is needed."""
+    def drop(self) -> None:
+        """Release the KV now. Twice is fine; never waits for a running step."""
+
+class Session:
+    """A model on a device, a pool of KV blocks and a tree of branches."""
+
+    def __new__(
+        cls,
+        weights: Mapping[str, Any],
+        config: ModelConfig,
+        *,
+        device: str = "cpu",
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        kv_bytes: int = 2 << 30,
+        block_tokens: int = 16,
+        n_threads: int | None = None,
+        isa: str | None = None,
+        step_tokens: int = 512,
+        token_bytes: Sequence[bytes] | None = None,
+        hash_bits: int = 64,
+        poison: bool = False,
+    ) -> Session: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def n_threads(self) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of weights that could not be used in place and were converted."""
+    def _prefill(self, tokens: Tokens) -> Branch: ...
+    def _prefill_similar(
+        self,
+        root: Branch,
+        tokens: Tokens,
+        suffix: Tokens,
+        probe: str,
+        pool: str,
+        probe_layers: int,
+        tau: float,
+        alpha: float,
+        center: NDArray[np.float32] | None,
+        allowed: bool,
+    ) -> tuple[Branch, dict[str, Any]]:
+        """Branch and report: gate ("accepted" | "rejected" | "unreachable" | "undefined" |
+        "guard"), equal, sigma, cosines (float32 (layers probed,)), own_token_layers,
+        root_token_layers."""
+    def compute(self, branches: Sequence[Branch]) -> None:
+        """Bring the KV of these branches up to date in as few steps as possible."""
+    def _submit(
+        self,
+        branch: Branch,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        stop_ids: Sequence[int],
+        stop_strings: Sequence[bytes],
+        stop_top: float,
+        stop_lead: float,
+        min_steps: int,
+        group: int,
+    ) -> int: ...
+    def _step(self) -> tuple[list[tuple[int, int, float, float, float, str | None, int, int]], int]:
+        """One step: (events, requests left). An event: request, token (-1: none), logprob,
+        top_prob, entropy, finish reason or None, stop_bytes, stop_index."""
+    def _cancel(self, request: int, undo: bool = False) -> None: ...
+    def _generate(
+        self,
+        branches: Sequence[Branch],
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+        stop_ids: Sequence[int],
+        stop_strings: Sequence[bytes],
+        stop_top: float,
+        stop_lead: float,
+        min_steps: int,
+    ) -> list[
+        tuple[
+            NDArray[np.int32],
+            NDArray[np.float32],
+            NDArray[np.float32],
+            NDArray[np.float32],
+            float | None,
+            str,
+            int,
+            int,
+        ]
+    ]:
+        """For each branch: tokens, top_probs, logprobs, entropies, confidence, finish reason,
+        stop_bytes, stop_index. All steps run without the GIL; on an error or Ctrl-C the
+        branches are as they were."""
+    def _verify(
+        self,
+        branches: Sequence[Branch],
+        prompt: Tokens,
+        yes: int,
+        no: int,
+        shortcuts: Mapping[str, Any] | None,
+    ) -> list[tuple[str, float | None, float | None, float, float, int]]:
+        """Outcome, score, mass, yes_logit, no_logit, layers for each branch. `shortcuts`:
+        CGEE's fields (options.CGEE.__dict__), None: verify all in full."""
+    def _score(
+        self, branch: Branch, continuations: Sequence[Tokens]
+    ) -> list[NDArray[np.float32]]: ...
+    def _prompt_means(self, tokens: Tokens, begin: int, end: int) -> NDArray[np.float32]:
+        """Mean residual stream after each layer over positions [begin, end)."""
+    def invalidate(self) -> None:
+        """Forget all KV (the lent weights changed); converted copies are made again."""
+    def _stats(self) -> dict[str, int]: ...
+    def check(self) -> None:
+        """Recount the block books; RuntimeError names the first disagreement."""
