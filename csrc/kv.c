@@ -260,6 +260,12 @@ int32_t rk_kv_refs(const rk_kv *kv, int32_t id)
     return kv->blocks[id].refs;
 }
 
+bool rk_kv_writable(const rk_kv *kv, int32_t id)
+{
+    const block *b = &kv->blocks[id];
+    return b->refs == 1 && (b->identity == UNKNOWN || b->identity == BARRED);
+}
+
 /* ---- histories ----------------------------------------------------------- */
 
 void rk_kv_publish(rk_kv *kv, int32_t before, int32_t id,

@@ -40,6 +40,10 @@ void rk_kv_ref(rk_kv *kv, int32_t block);
  * a branch's blocks from the last to the first, so that leaves age first. */
 void rk_kv_unref(rk_kv *kv, int32_t block);
 int32_t rk_kv_refs(const rk_kv *kv, int32_t block);
+/* May its only holder overwrite it? Not when others hold it, nor when it was
+ * published: a branch that was forked or truncated inside a published block
+ * has to go on in a copy, even when it is the last one that holds it. */
+bool rk_kv_writable(const rk_kv *kv, int32_t block);
 
 /* Enter a full block into the index. `before` is the preceding block of the
  * same branch (-1 at position 0) and must have been published, else this does
