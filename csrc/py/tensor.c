@@ -1,0 +1,819 @@
+/* A Tensor is a buffer, a type, a shape and an offset, checked once.
+ *
+ * It holds the exporter's Py_buffer for its whole life, so the memory (a
+ * mapped file, bytes, an array) can neither move nor go. All checks are made
+ * at creation with 64-bit arithmetic that cannot wrap; afterwards every byte
+ * that shape and type name is known to lie inside the buffer.
+ */
+#include "tensor.h"
+
+#include "quant.h"
+
+#include <dlpack/dlpack.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "weight files are little-endian and are used in place"
+#endif
+
+/* Elements converted between two looks at pending signals. */
+#define CONVERT_STEP ((int64_t)1 << 24)
+
+typedef struct tensor_object {
+    PyObject_HEAD
+    Py_buffer buffer; /* buffer.obj is NULL until the export is held */
+    const uint8_t *data;
+    rk_type type;
+    int n_dims;
+    int64_t shape[RK_TENSOR_MAX_DIMS];
+    int64_t n_elements, n_bytes;
+    PyObject *name; /* exact str or NULL */
+    PyObject *weak_references;
+} tensor_object;
+
+/* ---- creation ---------------------------------------------------------- */
+
+/* A Python integer in 0 .. 2^63 - 1; `what` names it in the error. */
+static int read_size(PyObject *value, const char *what, int64_t *size)
+{
+    PyObject *integer = PyNumber_Index(value);
+    int overflow = 0;
+
+    if (integer == NULL) {
+        return -1;
+    }
+    *size = PyLong_AsLongLongAndOverflow(integer, &overflow);
+    Py_DECREF(integer);
+    if (*size < 0 || overflow != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "Tensor: %s is negative or above 2**63 - 1", what);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_shape(tensor_object *self, PyObject *shape)
+{
+    PyObject *items =
+        PySequence_Fast(shape, "Tensor: shape must be a sequence of integers");
+    Py_ssize_t n;
+
+    if (items == NULL) {
+        return -1;
+    }
+    n = PySequence_Fast_GET_SIZE(items);
+    if (n > RK_TENSOR_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError,
+                     "Tensor: shape has %zd dimensions, at most %d are "
+                     "supported",
+                     n, RK_TENSOR_MAX_DIMS);
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (read_size(PySequence_Fast_GET_ITEM(items, i), "a dimension",
+                      &self->shape[i]) < 0) {
+            goto fail;
+        }
+    }
+    self->n_dims = (int)n;
+    Py_DECREF(items);
+    return 0;
+
+fail:
+    Py_DECREF(items);
+    return -1;
+}
+
+/* Elements and bytes of the shape; every product is checked before it is made.
+ */
+static int measure(tensor_object *self)
+{
+    const rk_type_info *info = rk_type_get(self->type);
+    int64_t last = self->n_dims > 0 ? self->shape[self->n_dims - 1] : 1;
+    int64_t n = 1;
+
+    if (last % info->block_elements != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "Tensor: a %s row has blocks of %d elements, the last "
+                     "dimension is %lld",
+                     info->name, (int)info->block_elements, (long long)last);
+        return -1;
+    }
+    for (int i = 0; i < self->n_dims; i++) {
+        if (self->shape[i] == 0) {
+            n = 0;
+        }
+    }
+    for (int i = 0; n > 0 && i < self->n_dims; i++) {
+        if (self->shape[i] > INT64_MAX / 8 / n) {
+            PyErr_SetString(PyExc_ValueError,
+                            "Tensor: the shape's product does not fit 64 bits");
+            return -1;
+        }
+        n *= self->shape[i];
+    }
+    self->n_elements = n;
+    self->n_bytes = rk_type_bytes(self->type, n);
+    return 0;
+}
+
+static int place(tensor_object *self, int64_t offset)
+{
+    const rk_type_info *info = rk_type_get(self->type);
+    int64_t length = self->buffer.len;
+
+    if (offset > length || self->n_bytes > length - offset) {
+        PyErr_Format(PyExc_ValueError,
+                     "Tensor: %lld bytes of %s at offset %lld reach past the "
+                     "buffer's %lld bytes",
+                     (long long)self->n_bytes, info->name, (long long)offset,
+                     (long long)length);
+        return -1;
+    }
+    self->data = (const uint8_t *)self->buffer.buf + offset;
+    if (info->block_elements == 1 && self->n_elements > 0 &&
+        (uintptr_t)self->data % (uintptr_t)info->block_bytes != 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "Tensor: offset %lld leaves %s elements unaligned; copy "
+                     "the bytes to an aligned buffer",
+                     (long long)offset, info->name);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"buffer", "type", "shape", "offset", NULL};
+    PyObject *exporter, *shape, *start = NULL;
+    const char *type_name;
+    int64_t offset = 0;
+    const rk_type_info *info;
+    tensor_object *self;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsO|O:Tensor", keywords,
+                                     &exporter, &type_name, &shape, &start)) {
+        return NULL;
+    }
+    if (start != NULL && read_size(start, "offset", &offset) < 0) {
+        return NULL;
+    }
+    info = rk_type_find(type_name);
+    if (info == NULL) {
+        return PyErr_Format(PyExc_ValueError, "Tensor: unknown type %.100s",
+                            type_name);
+    }
+    self = (tensor_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->type = info->type;
+    if (read_shape(self, shape) < 0 || measure(self) < 0 ||
+        PyObject_GetBuffer(exporter, &self->buffer, PyBUF_SIMPLE) < 0 ||
+        place(self, offset) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int tensor_traverse(tensor_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->buffer.obj);
+    return 0;
+}
+
+static void tensor_dealloc(tensor_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    PyObject_GC_UnTrack(self);
+    if (self->weak_references != NULL) {
+        PyObject_ClearWeakRefs((PyObject *)self);
+    }
+    PyBuffer_Release(&self->buffer);
+    Py_CLEAR(self->name);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+void rk_tensor_look(PyObject *tensor, rk_tensor_view *view)
+{
+    tensor_object *self = (tensor_object *)tensor;
+
+    *view = (rk_tensor_view){
+        .data = self->data,
+        .type = self->type,
+        .n_dims = self->n_dims,
+        .shape = self->shape,
+        .n_elements = self->n_elements,
+        .n_bytes = self->n_bytes,
+        /* A str keeps its UTF-8 form once made; the setter made it. */
+        .name = self->name != NULL ? PyUnicode_AsUTF8(self->name) : NULL,
+    };
+}
+
+/* ---- attributes -------------------------------------------------------- */
+
+static PyObject *tensor_get_type(tensor_object *self, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(rk_type_get(self->type)->name);
+}
+
+static PyObject *tensor_get_shape(tensor_object *self,
+                                  void *Py_UNUSED(closure))
+{
+    PyObject *shape = PyTuple_New(self->n_dims);
+
+    if (shape == NULL) {
+        return NULL;
+    }
+    for (int i = 0; i < self->n_dims; i++) {
+        PyObject *dim = PyLong_FromLongLong(self->shape[i]);
+
+        if (dim == NULL) {
+            Py_DECREF(shape);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(shape, i, dim);
+    }
+    return shape;
+}
+
+static PyObject *tensor_get_nbytes(tensor_object *self,
+                                   void *Py_UNUSED(closure))
+{
+    return PyLong_FromLongLong(self->n_bytes);
+}
+
+static PyObject *tensor_get_name(tensor_object *self, void *Py_UNUSED(closure))
+{
+    PyObject *name = self->name != NULL ? self->name : Py_None;
+
+    Py_INCREF(name);
+    return name;
+}
+
+static int tensor_set_name(tensor_object *self, PyObject *value,
+                           void *Py_UNUSED(closure))
+{
+    PyObject *old = self->name;
+
+    if (value == NULL || value == Py_None) {
+        self->name = NULL;
+    } else if (!PyUnicode_CheckExact(value)) {
+        PyErr_Format(PyExc_TypeError, "Tensor.name must be a str or None, not %s",
+                     Py_TYPE(value)->tp_name);
+        return -1;
+    } else if (PyUnicode_AsUTF8(value) == NULL) {
+        return -1;
+    } else {
+        Py_INCREF(value);
+        self->name = value;
+    }
+    Py_XDECREF(old);
+    return 0;
+}
+
+static PyObject *tensor_repr(tensor_object *self)
+{
+    PyObject *shape = tensor_get_shape(self, NULL), *text = NULL;
+    const char *type = rk_type_get(self->type)->name;
+
+    if (shape == NULL) {
+        return NULL;
+    }
+    if (self->name != NULL) {
+        text = PyUnicode_FromFormat("<rksc.Tensor %U %s %R>", self->name, type,
+                                    shape);
+    } else {
+        text = PyUnicode_FromFormat("<rksc.Tensor %s %R>", type, shape);
+    }
+    Py_DECREF(shape);
+    return text;
+}
+
+/* ---- the buffer protocol and NumPy ------------------------------------- */
+
+/* Row-major strides in elements. An empty tensor's other dimensions may be so
+ * large that their product wraps; it has no element to reach. */
+static void set_strides(int64_t *strides, const tensor_object *self)
+{
+    int64_t stride = 1;
+
+    for (int i = self->n_dims - 1; i >= 0; i--) {
+        strides[i] = stride;
+        stride *= self->n_elements > 0 ? self->shape[i] : 1;
+    }
+}
+
+/* Only the types that Python's buffer formats can say; the raw bytes of the
+ * others would pass for numbers. */
+static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
+{
+    const rk_type_info *info = rk_type_get(self->type);
+    int64_t strides[RK_TENSOR_MAX_DIMS];
+    Py_ssize_t *dims;
+
+    view->obj = NULL;
+    if (self->type != RK_F32 && self->type != RK_F16) {
+        PyErr_Format(PyExc_BufferError,
+                     "the buffer protocol has no %s; use Tensor.numpy() for "
+                     "float32 values",
+                     info->name);
+        return -1;
+    }
+    if ((flags & PyBUF_WRITABLE) == PyBUF_WRITABLE && self->buffer.readonly) {
+        PyErr_SetString(PyExc_BufferError, "the Tensor's memory is read-only");
+        return -1;
+    }
+    if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS &&
+        self->n_dims > 1) {
+        PyErr_SetString(PyExc_BufferError, "a Tensor is row-major");
+        return -1;
+    }
+    dims = PyMem_Malloc(2 * RK_TENSOR_MAX_DIMS * sizeof *dims);
+    if (dims == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    set_strides(strides, self);
+    for (int i = 0; i < self->n_dims; i++) {
+        dims[i] = (Py_ssize_t)self->shape[i];
+        dims[RK_TENSOR_MAX_DIMS + i] =
+            (Py_ssize_t)strides[i] * info->block_bytes;
+    }
+    *view = (Py_buffer){
+        .buf = (void *)self->data,
+        .len = (Py_ssize_t)self->n_bytes,
+        .itemsize = info->block_bytes,
+        .readonly = self->buffer.readonly,
+        .ndim = self->n_dims,
+        .internal = dims,
+    };
+    if (flags & PyBUF_FORMAT) {
+        view->format = self->type == RK_F32 ? "f" : "e";
+    }
+    if (flags & PyBUF_ND) {
+        view->shape = dims;
+    }
+    if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) {
+        view->strides = dims + RK_TENSOR_MAX_DIMS;
+    }
+    Py_INCREF(self);
+    view->obj = (PyObject *)self;
+    return 0;
+}
+
+static void tensor_releasebuffer(tensor_object *Py_UNUSED(self),
+                                 Py_buffer *view)
+{
+    PyMem_Free(view->internal);
+}
+
+/* All elements to `out` as float32; the GIL is given up meanwhile. */
+static int convert(tensor_object *self, float *out)
+{
+    const uint8_t *from = self->data;
+
+    for (int64_t done = 0; done < self->n_elements;) {
+        int64_t n = self->n_elements - done;
+
+        n = n < CONVERT_STEP ? n : CONVERT_STEP;
+        Py_BEGIN_ALLOW_THREADS
+        rk_dequantize(out + done, from, self->type, n);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+        done += n;
+        from += rk_type_bytes(self->type, n);
+    }
+    return 0;
+}
+
+static PyObject *converted_array(tensor_object *self, PyObject *numpy)
+{
+    PyObject *shape = tensor_get_shape(self, NULL), *array = NULL;
+    Py_buffer view;
+    int failed;
+
+    if (shape == NULL) {
+        return NULL;
+    }
+    array = PyObject_CallMethod(numpy, "empty", "Os", shape, "float32");
+    Py_DECREF(shape);
+    if (array == NULL) {
+        return NULL;
+    }
+    if (PyObject_GetBuffer(array, &view, PyBUF_WRITABLE) < 0) {
+        Py_DECREF(array);
+        return NULL;
+    }
+    failed = convert(self, view.buf);
+    PyBuffer_Release(&view);
+    if (failed) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+static PyObject *tensor_numpy(tensor_object *self, PyObject *Py_UNUSED(unused))
+{
+    PyObject *numpy = PyImport_ImportModule("numpy"), *array;
+
+    if (numpy == NULL) {
+        return NULL;
+    }
+    if (self->type == RK_F32) {
+        PyObject *view = PyMemoryView_FromObject((PyObject *)self);
+
+        array = view == NULL
+                    ? NULL
+                    : PyObject_CallMethod(numpy, "asarray", "O", view);
+        Py_XDECREF(view);
+    } else {
+        array = converted_array(self, numpy);
+    }
+    Py_DECREF(numpy);
+    return array;
+}
+
+/* NumPy's own protocol: np.asarray(tensor) is float32 for every type. */
+static PyObject *tensor_array(tensor_object *self, PyObject *args,
+                              PyObject *kwargs)
+{
+    static char *keywords[] = {"dtype", "copy", NULL};
+    PyObject *dtype = Py_None, *copy = Py_None, *array, *cast;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:__array__", keywords,
+                                     &dtype, &copy)) {
+        return NULL;
+    }
+    if (copy == Py_False && self->type != RK_F32) {
+        return PyErr_Format(PyExc_ValueError,
+                            "Tensor: %s cannot become float32 without a copy",
+                            rk_type_get(self->type)->name);
+    }
+    array = tensor_numpy(self, NULL);
+    if (array == NULL) {
+        return NULL;
+    }
+    if (dtype == Py_None) {
+        if (copy != Py_True || self->type != RK_F32) {
+            return array;
+        }
+        cast = PyObject_CallMethod(array, "copy", NULL);
+    } else {
+        cast = PyObject_CallMethod(array, "astype", "O", dtype);
+    }
+    Py_DECREF(array);
+    return cast;
+}
+
+/* ---- DLPack ------------------------------------------------------------ */
+
+/* One allocation for an export; `versioned` and `legacy` are never both used.
+ */
+typedef struct export_block {
+    union {
+        DLManagedTensorVersioned versioned;
+        DLManagedTensor legacy;
+    } managed;
+    int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
+    PyObject *owner;
+} export_block;
+
+/* Consumers call deleters on any thread, with the GIL or without, and also
+ * while the interpreter ends. Then, without the GIL, leaking is all that is
+ * left: taking it would hang or kill the thread. */
+static void free_export(export_block *block)
+{
+    if (!Py_IsInitialized()) {
+        return;
+    }
+    if (PyGILState_Check()) {
+        Py_DECREF(block->owner);
+        PyMem_RawFree(block);
+        return;
+    }
+#if PY_VERSION_HEX >= 0x030d0000
+    if (Py_IsFinalizing()) {
+        return;
+    }
+#else
+    if (_Py_IsFinalizing()) {
+        return;
+    }
+#endif
+    PyGILState_STATE state = PyGILState_Ensure();
+    Py_DECREF(block->owner);
+    PyGILState_Release(state);
+    PyMem_RawFree(block);
+}
+
+static void versioned_deleter(DLManagedTensorVersioned *managed)
+{
+    free_export(managed->manager_ctx);
+}
+
+static void legacy_deleter(DLManagedTensor *managed)
+{
+    free_export(managed->manager_ctx);
+}
+
+/* A capsule that nobody consumed still owns the tensor. A consumer renames the
+ * capsule, and then it is none of ours. */
+static void versioned_capsule_free(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        DLManagedTensorVersioned *managed =
+            PyCapsule_GetPointer(capsule, "dltensor_versioned");
+
+        managed->deleter(managed);
+    }
+}
+
+static void legacy_capsule_free(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
+
+        managed->deleter(managed);
+    }
+}
+
+static export_block *export_new(tensor_object *self, DLTensor *dl)
+{
+    static const DLDataType dtypes[] = {
+        [RK_F32] = {kDLFloat, 32, 1},
+        [RK_F16] = {kDLFloat, 16, 1},
+        [RK_BF16] = {kDLBfloat, 16, 1},
+    };
+    export_block *block = PyMem_RawCalloc(1, sizeof *block);
+
+    if (block == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (int i = 0; i < self->n_dims; i++) {
+        block->shape[i] = self->shape[i];
+    }
+    set_strides(block->strides, self);
+    *dl = (DLTensor){
+        .data = self->n_elements > 0 ? (void *)self->data : NULL,
+        .device = {kDLCPU, 0},
+        .ndim = self->n_dims,
+        .dtype = dtypes[self->type],
+        .shape = block->shape,
+        .strides = block->strides,
+    };
+    Py_INCREF(self);
+    block->owner = (PyObject *)self;
+    return block;
+}
+
+static PyObject *export_versioned(tensor_object *self, uint64_t flags)
+{
+    DLTensor dl;
+    export_block *block = export_new(self, &dl);
+    PyObject *capsule;
+
+    if (block == NULL) {
+        return NULL;
+    }
+    block->managed.versioned = (DLManagedTensorVersioned){
+        .version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION},
+        .manager_ctx = block,
+        .deleter = versioned_deleter,
+        .flags = flags,
+        .dl_tensor = dl,
+    };
+    capsule = PyCapsule_New(&block->managed.versioned, "dltensor_versioned",
+                            versioned_capsule_free);
+    if (capsule == NULL) {
+        free_export(block);
+    }
+    return capsule;
+}
+
+static PyObject *export_legacy(tensor_object *self)
+{
+    DLTensor dl;
+    export_block *block = export_new(self, &dl);
+    PyObject *capsule;
+
+    if (block == NULL) {
+        return NULL;
+    }
+    block->managed.legacy = (DLManagedTensor){
+        .dl_tensor = dl,
+        .manager_ctx = block,
+        .deleter = legacy_deleter,
+    };
+    capsule = PyCapsule_New(&block->managed.legacy, "dltensor",
+                            legacy_capsule_free);
+    if (capsule == NULL) {
+        free_export(block);
+    }
+    return capsule;
+}
+
+/* The same tensor over fresh, writable memory; a new reference. */
+static tensor_object *copied(tensor_object *self)
+{
+    PyObject *bytes = PyByteArray_FromStringAndSize(
+        (const char *)self->data, (Py_ssize_t)self->n_bytes);
+    PyObject *shape = tensor_get_shape(self, NULL), *copy = NULL;
+
+    if (bytes != NULL && shape != NULL) {
+        copy = PyObject_CallFunction((PyObject *)Py_TYPE(self), "OsO", bytes,
+                                     rk_type_get(self->type)->name, shape);
+    }
+    Py_XDECREF(bytes);
+    Py_XDECREF(shape);
+    return (tensor_object *)copy;
+}
+
+/* Is `version` None, or a pair whose first number says major >= 1? -1: error.
+ */
+static int wants_versioned(PyObject *version)
+{
+    int major, minor;
+
+    if (version == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(version)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "__dlpack__: max_version must be a tuple or None");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(version, "ii;max_version must be two integers",
+                          &major, &minor)) {
+        return -1;
+    }
+    return major >= 1;
+}
+
+/* Only the CPU, and no stream, can be asked of memory that has neither. */
+static int check_target(PyObject *stream, PyObject *device)
+{
+    int kind, id;
+
+    if (stream != Py_None) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor lies in CPU memory, stream must "
+                        "be None");
+        return -1;
+    }
+    if (device == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(device)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "__dlpack__: dl_device must be a tuple or None");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(device, "ii;dl_device must be two integers", &kind,
+                          &id)) {
+        return -1;
+    }
+    if (kind != kDLCPU || id != 0) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor can only be exported to the CPU, "
+                        "dl_device (1, 0)");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *tensor_dlpack(tensor_object *self, PyObject *args,
+                               PyObject *kwargs)
+{
+    static char *keywords[] = {"stream", "max_version", "dl_device", "copy",
+                               NULL};
+    PyObject *stream = Py_None, *version = Py_None, *device = Py_None;
+    PyObject *copy = Py_None, *capsule = NULL;
+    uint64_t flags = 0;
+    int versioned;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__",
+                                     keywords, &stream, &version, &device,
+                                     &copy)) {
+        return NULL;
+    }
+    versioned = wants_versioned(version);
+    if (versioned < 0 || check_target(stream, device) < 0) {
+        return NULL;
+    }
+    if (rk_type_get(self->type)->block_elements > 1) {
+        return PyErr_Format(PyExc_BufferError,
+                            "__dlpack__: DLPack has no type for %s blocks; use "
+                            "Tensor.numpy() for float32 values",
+                            rk_type_get(self->type)->name);
+    }
+    if (copy == Py_True) {
+        self = copied(self);
+        flags |= DLPACK_FLAG_BITMASK_IS_COPIED;
+    } else {
+        Py_INCREF(self);
+    }
+    if (self == NULL) {
+        return NULL;
+    }
+    if (self->buffer.readonly) {
+        flags |= DLPACK_FLAG_BITMASK_READ_ONLY;
+    }
+    if (versioned) {
+        capsule = export_versioned(self, flags);
+    } else if (self->buffer.readonly) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: read-only memory needs a consumer of "
+                        "DLPack 1.0 (max_version=(1, 0)), or copy=True");
+    } else {
+        capsule = export_legacy(self);
+    }
+    Py_DECREF(self);
+    return capsule;
+}
+
+static PyObject *tensor_dlpack_device(tensor_object *Py_UNUSED(self),
+                                      PyObject *Py_UNUSED(unused))
+{
+    return Py_BuildValue("(ii)", (int)kDLCPU, 0);
+}
+
+/* ---- the type ---------------------------------------------------------- */
+
+static PyMethodDef METHODS[] = {
+    {"numpy", (PyCFunction)tensor_numpy, METH_NOARGS,
+     "numpy()\n--\n\n"
+     "The values as a float32 array: a view of F32 memory, for other types a "
+     "converted copy."},
+    {"__array__", (PyCFunction)(void (*)(void))tensor_array,
+     METH_VARARGS | METH_KEYWORDS,
+     "__array__(dtype=None, copy=None)\n--\n\nnumpy(), cast to dtype."},
+    {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack,
+     METH_VARARGS | METH_KEYWORDS,
+     "__dlpack__(*, stream=None, max_version=None, dl_device=None, "
+     "copy=None)\n--\n\n"
+     "F32, F16 or BF16 memory as a DLPack capsule, without a copy unless asked "
+     "for."},
+    {"__dlpack_device__", (PyCFunction)tensor_dlpack_device, METH_NOARGS,
+     "__dlpack_device__()\n--\n\n(1, 0): the CPU."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef ATTRIBUTES[] = {
+    {"type", (getter)tensor_get_type, NULL,
+     "The element type's name, such as \"BF16\" or \"Q4_K\".", NULL},
+    {"shape", (getter)tensor_get_shape, NULL,
+     "The number of elements along each dimension, row-major.", NULL},
+    {"nbytes", (getter)tensor_get_nbytes, NULL, "Bytes of the stored form.",
+     NULL},
+    {"name", (getter)tensor_get_name, (setter)tensor_set_name,
+     "What messages call the tensor: a str or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* Python 3.10 has no flag for weak references: the offset does it there too.
+ */
+static PyMemberDef MEMBERS[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(tensor_object, weak_references),
+     READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, tensor_new},
+    {Py_tp_dealloc, tensor_dealloc},
+    {Py_tp_traverse, tensor_traverse},
+    {Py_tp_repr, tensor_repr},
+    {Py_tp_methods, METHODS},
+    {Py_tp_getset, ATTRIBUTES},
+    {Py_tp_members, MEMBERS},
+    {Py_bf_getbuffer, tensor_getbuffer},
+    {Py_bf_releasebuffer, tensor_releasebuffer},
+    {Py_tp_doc,
+     "Tensor(buffer, type, shape, offset=0)\n--\n\n"
+     "A typed, row-major window on the bytes of `buffer` (a mapped file, bytes, "
+     "a contiguous array), which it keeps alive and does not copy.\n\n"
+     "type: \"F32\", \"F16\", \"BF16\" or a GGUF block type \"Q4_0\" ... "
+     "\"Q6_K\". shape: logical elements. ValueError names what does not fit."},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "rksc._core.Tensor",
+    .basicsize = sizeof(tensor_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = SLOTS,
+};
+
+PyObject *rk_tensor_type_new(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &SPEC, NULL);
+}

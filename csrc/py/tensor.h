@@ -1,0 +1,43 @@
+/* rksc.Tensor: a typed window on memory that somebody else owns.
+ *
+ * The only kind of tensor that can hold GGUF block types; F32, F16 and BF16
+ * go out by DLPack. All functions need the GIL.
+ */
+#ifndef RKSC_PY_TENSOR_H
+#define RKSC_PY_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "rksc.h"
+
+/* More dimensions than any weight has; a shape beyond is a ValueError. */
+#define RK_TENSOR_MAX_DIMS 8
+
+/* What the engine reads of a Tensor. Everything is borrowed from the object
+ * and stays valid and unchanged as long as the object lives. */
+typedef struct rk_tensor_view {
+    const void *data;     /* first byte; aligned to the element for plain types
+                             (blocks have no alignment) */
+    rk_type type;
+    int n_dims;
+    const int64_t *shape; /* (n_dims,) elements, row-major; the last dimension
+                             is a multiple of the type's block */
+    int64_t n_elements, n_bytes;
+    const char *name;     /* UTF-8 or NULL */
+} rk_tensor_view;
+
+/* A new reference to the heap type, to be kept in the module's state and added
+ * to the module as "Tensor"; NULL with an exception. */
+PyObject *rk_tensor_type_new(PyObject *module);
+
+/* Is `object` an instance of `type`, which came from rk_tensor_type_new? */
+static inline bool rk_tensor_check(PyObject *object, PyObject *type)
+{
+    return Py_TYPE(object) == (PyTypeObject *)type;
+}
+
+/* Look into `tensor`, for which rk_tensor_check must hold. Cannot fail. */
+void rk_tensor_look(PyObject *tensor, rk_tensor_view *view);
+
+#endif
