@@ -241,7 +241,13 @@ def test_equal_second_block_under_another_first(books: Books) -> None:
 
 @pytest.mark.parametrize(
     ("stored", "asked"),
-    [([1, 23], [12, 3]), ([1, 2], [2, 1]), ([0, 0], [0, 1]), ([0, 1], [1, 0]), ([256, 1], [1, 256])],
+    [
+        ([1, 23], [12, 3]),
+        ([1, 2], [2, 1]),
+        ([0, 0], [0, 1]),
+        ([0, 1], [1, 0]),
+        ([256, 1], [1, 256]),
+    ],
 )
 def test_tokens_decide_not_their_digits_or_order(
     books: Books, stored: list[int], asked: list[int]
