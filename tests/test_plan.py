@@ -165,6 +165,8 @@ def check_segments(plan: Plan, owners: list[Span], shared_once: bool = True) -> 
             assert 0 <= s.key_begin < s.key_end
             assert s.key_begin // RK_TILE == (s.key_end - 1) // RK_TILE
             assert begin <= s.row_begin < s.row_end <= end
+            for edge in (s.row_begin, s.row_end - 1):  # no needless rows
+                assert plan.positions[edge] >= s.key_begin
             assert s.key_end <= 1 + max(plan.positions[s.row_begin : s.row_end])
             seen[s.row_begin - begin : s.row_end - begin, s.key_begin : s.key_end] += 1
             for key in range(s.key_begin, s.key_end):
@@ -354,7 +356,20 @@ def test_equal_tables_keep_the_order_of_the_call() -> None:
     plan = check(planner.build(spans))
     assert plan.first_rows == [0, 1, 2, 3]
     assert len(plan.segments()) == 1
+    spans = [Span(p, 1, [5 - p % 2, 8 + p % 2], write=False) for p in (6, 7, 4, 5, 6, 7, 4)]
+    assert check(planner.build(spans)).first_rows == [3, 0, 4, 1, 5, 2, 6]
     planner.close()
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 127, 128])
+def test_a_table_is_not_looked_at_beyond_its_rows(planner: Planner, n: int) -> None:
+    """Rows that are read again need n blocks; what follows differs, or differs later."""
+    common = list(range(n))
+    for tail in ([9000, 9001], [8000, 9001]), ([7000, 9001], [7000, 8001]):
+        spans = [Span(4 * n - 1, 1, common + rest, write=False) for rest in tail]
+        plan = check(planner.build(spans))
+        assert plan.first_rows == [0, 1]
+        assert len(plan.segments()) == (4 * n - 1) // RK_TILE + 1
 
 
 def test_blocks_that_meet_again_after_parting_stay_correct() -> None:
