@@ -16,7 +16,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def _object(compiler: list[str], source: Path, headers: bytes) -> Path:
         BUILD.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(f".{os.getpid()}.part")
         command = [*compiler, *flags, "-I", str(SOURCE), "-c", str(source), "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
         part.replace(target)
@@ -81,14 +81,16 @@ def build(*parts: str) -> Path:
         part = library.with_suffix(f".{os.getpid()}.part")
         extra = shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))
         command = [*compiler, "-shared", "-pthread", *extra, *map(str, objects), "-lm"]
-        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, "-o", str(part)], check=False, capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
         part.replace(library)
     return library
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(*parts: str) -> c.CDLL:
     """The library of `build(*parts)`, opened once per process."""
     return c.CDLL(str(build(*parts)))
@@ -98,7 +100,7 @@ def load(*parts: str) -> c.CDLL:
 
 RK_F32, RK_F16, RK_BF16 = 0, 1, 2
 RK_TILE, RK_CHUNK_ROWS = 256, 32
-STATUS = "OK EVALUE ETYPE EBUFFER ENOMEM ECAPACITY ESTATE EINTERRUPTED".split()
+STATUS = ("OK", "EVALUE", "ETYPE", "EBUFFER", "ENOMEM", "ECAPACITY", "ESTATE", "EINTERRUPTED")
 RK_OK, RK_EVALUE, RK_ETYPE, RK_EBUFFER, RK_ENOMEM, RK_ECAPACITY, RK_ESTATE, RK_EINTERRUPTED = range(
     len(STATUS)
 )

@@ -1,0 +1,240 @@
+/* Ops that are matrix products: linear, gate and up, query key value.
+ *
+ * The outputs (n activation rows by w->rows) are cut into units; a unit's
+ * product is one kernel call and, where there is more to do (silu, rotation,
+ * the KV pool), goes to scratch that stays in the cache. Few rows: units are
+ * slices of the weights, which are then read once. Many rows: squares of STEP
+ * by STEP, numbered so that one panel of weights meets all rows in turn.
+ */
+#include <string.h>
+
+#include "cpu.h"
+
+#define STEP 64
+#define SLICE_BYTES 32768 /* of weights in a unit, when rows are few */
+
+/* How w->rows outputs and n rows are cut. */
+typedef struct cut {
+    int32_t n_step, m_step, m_units, n_units;
+} cut;
+
+static cut cut_product(const cpu_device *dev, int32_t m, int32_t n, int32_t k)
+{
+    cut c = {.m_step = STEP, .n_step = STEP};
+    c.m_units = cpu_ceil_div(m, STEP);
+    if (c.m_units == 1) {
+        int64_t rows = SLICE_BYTES / ((int64_t)k * (int64_t)dev->act_bytes);
+        c.n_step = cpu_max(8, (int32_t)(rows < STEP ? rows : STEP) & ~7);
+    }
+    c.n_units = c.m_units * cpu_ceil_div(n, c.n_step);
+    return c;
+}
+
+typedef struct range {
+    int32_t m_begin, m, n_begin, n;
+} range;
+
+static range unit_range(const cut *c, int32_t m, int32_t n, int32_t unit)
+{
+    range r;
+    r.m_begin = unit % c->m_units * c->m_step;
+    r.n_begin = unit / c->m_units * c->n_step;
+    r.m = cpu_min(c->m_step, m - r.m_begin);
+    r.n = cpu_min(c->n_step, n - r.n_begin);
+    return r;
+}
+
+/* The part `r` of a w^T + bias to out, whose rows lie out_stride apart. */
+static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
+                     const void *a, const rk_matrix *w, const range *r,
+                     bool accumulate)
+{
+    const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
+    cpu_product job = {
+        .out = out,
+        .out_stride = out_stride,
+        .a = (const char *)a + r->m_begin * row_bytes,
+        .w = (const char *)w->data + r->n_begin * row_bytes,
+        .bias = w->bias != NULL ? w->bias + r->n_begin : NULL,
+        .m = r->m,
+        .n = r->n,
+        .k = w->cols,
+        .accumulate = accumulate,
+    };
+    dev->kernels->product[dev->bf16](&job);
+}
+
+/* ---- linear ---------------------------------------------------------------- */
+
+typedef struct linear_job {
+    const cpu_device *dev;
+    float *out;
+    const void *a;
+    const rk_matrix *w;
+    int32_t n;
+    bool accumulate;
+    cut c;
+} linear_job;
+
+static void linear_unit(void *argument, int32_t unit, int32_t thread)
+{
+    const linear_job *job = argument;
+    range r = unit_range(&job->c, job->n, job->w->rows, unit);
+    (void)thread;
+    multiply(job->dev,
+             job->out + (int64_t)r.m_begin * job->w->rows + r.n_begin,
+             job->w->rows, job->a, job->w, &r, job->accumulate);
+}
+
+void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
+                int32_t n, bool accumulate)
+{
+    cpu_device *dev = (cpu_device *)base;
+    linear_job job = {dev, out, a,          w,
+                      n,   accumulate, cut_product(dev, n, w->rows, w->cols)};
+    cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
+}
+
+/* ---- gate and up ----------------------------------------------------------- */
+
+typedef struct swiglu_job {
+    const cpu_device *dev;
+    char *out;
+    const void *a;
+    const rk_matrix *gate, *up;
+    int32_t n;
+    cut c;
+} swiglu_job;
+
+static void swiglu_unit(void *argument, int32_t unit, int32_t thread)
+{
+    const swiglu_job *job = argument;
+    const cpu_device *dev = job->dev;
+    const int64_t ffn = job->gate->rows;
+    range r = unit_range(&job->c, job->n, job->gate->rows, unit);
+    float *gate = cpu_scratch(dev, thread), *up = gate + STEP * STEP;
+    multiply(dev, gate, r.n, job->a, job->gate, &r, false);
+    multiply(dev, up, r.n, job->a, job->up, &r, false);
+    for (int32_t i = 0; i < r.m; i++) {
+        int64_t at = (r.m_begin + i) * ffn + r.n_begin;
+        dev->kernels->swiglu[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
+                                        gate + i * r.n, up + i * r.n, r.n);
+    }
+}
+
+void cpu_swiglu(rk_device *base, void *out, const void *a,
+                const rk_matrix *gate, const rk_matrix *up, int32_t n)
+{
+    cpu_device *dev = (cpu_device *)base;
+    swiglu_job job = {dev, out, a, gate, up, n,
+                      cut_product(dev, n, gate->rows, 2 * gate->cols)};
+    cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
+}
+
+/* ---- query, key, value ------------------------------------------------------ */
+
+typedef struct qkv_job {
+    const cpu_device *dev;
+    char *out;
+    const void *a;
+    const rk_layer *layer;
+    int32_t layer_id;
+    int32_t m_units;
+} qkv_job;
+
+/* One row of K, lanes of a block are its keys. `act` has head_dim elements. */
+static void store_key(const cpu_device *dev, char *block, int32_t offset,
+                      const void *act)
+{
+    const int64_t tokens = dev->extent.block_tokens;
+    const int32_t n = dev->bf16 ? dev->config.head_dim / 2
+                                : dev->config.head_dim;
+    uint32_t *to = (uint32_t *)block + offset;
+    for (int32_t i = 0; i < n; i++) {
+        memcpy(to + i * tokens, (const char *)act + (size_t)i * 4, 4);
+    }
+}
+
+/* Rows of one head of K or V into the pool. */
+static void store_rows(const qkv_job *job, const range *r, int32_t kv_head,
+                       bool key, const float *rows, void *act)
+{
+    const cpu_device *dev = job->dev;
+    const int32_t head_dim = dev->config.head_dim;
+    const size_t row_bytes = (size_t)head_dim * dev->act_bytes;
+    const int64_t head_bytes = (int64_t)row_bytes << dev->block_shift;
+    const int64_t head =
+        job->layer_id * dev->layer_bytes +
+        ((key ? 0 : dev->config.n_kv_heads) + kv_head) * head_bytes;
+    for (int32_t i = 0; i < r->m; i++) {
+        int64_t slot = dev->batch.slots[r->m_begin + i];
+        if (slot < 0) {
+            continue;
+        }
+        int32_t offset = (int32_t)(slot & (dev->extent.block_tokens - 1));
+        char *block =
+            dev->kv + (slot >> dev->block_shift) * dev->block_bytes + head;
+        if (key) {
+            dev->kernels->convert[dev->bf16](act, rows + i * head_dim,
+                                             head_dim);
+            store_key(dev, block, offset, act);
+        } else {
+            dev->kernels->convert[dev->bf16](block + offset * row_bytes,
+                                             rows + i * head_dim, head_dim);
+        }
+    }
+}
+
+/* All rows of one head of Q, K or V. */
+static void qkv_unit(void *argument, int32_t unit, int32_t thread)
+{
+    const qkv_job *job = argument;
+    const cpu_device *dev = job->dev;
+    const rk_config *config = &dev->config;
+    const int32_t head_dim = config->head_dim, half = head_dim / 2;
+    const int32_t n_heads = config->n_heads, n_kv = config->n_kv_heads;
+    const int32_t head = unit / job->m_units;
+    const bool query = head < n_heads, value = head >= n_heads + n_kv;
+    const int32_t first = query ? 0 : value ? n_heads + n_kv : n_heads;
+    const rk_matrix *w = query   ? &job->layer->query
+                         : value ? &job->layer->value
+                                 : &job->layer->key;
+    range r = {.m_begin = unit % job->m_units * STEP,
+               .n_begin = (head - first) * head_dim,
+               .n = head_dim};
+    r.m = cpu_min(STEP, dev->batch.n_rows - r.m_begin);
+    float *rows = cpu_scratch(dev, thread);
+    void *act = rows + STEP * head_dim;
+    multiply(dev, rows, head_dim, job->a, w, &r, false);
+    for (int32_t i = 0; !value && i < r.m; i++) {
+        int64_t angle = (int64_t)(r.m_begin + i) * half;
+        dev->kernels->rope(rows + i * head_dim, dev->cosine + angle,
+                           dev->sine + angle, half, config->rope_interleaved);
+    }
+    for (int32_t i = 0; query && i < r.m; i++) {
+        int64_t at = ((int64_t)(r.m_begin + i) * n_heads + head) * head_dim;
+        dev->kernels->convert[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
+                                         rows + i * head_dim, head_dim);
+    }
+    if (!query) {
+        store_rows(job, &r, head - first, !value, rows, act);
+    }
+}
+
+void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
+             int32_t layer_id)
+{
+    cpu_device *dev = (cpu_device *)base;
+    qkv_job job = {dev,      out, a, layer,
+                   layer_id, cpu_ceil_div(dev->batch.n_rows, STEP)};
+    cpu_pool_run(dev->pool, qkv_unit, &job,
+                 job.m_units *
+                     (dev->config.n_heads + 2 * dev->config.n_kv_heads));
+}
+
+size_t cpu_product_scratch(const cpu_device *dev)
+{
+    size_t tiles = 2 * STEP * STEP * sizeof(float);
+    size_t head = (STEP + 1) * (size_t)dev->config.head_dim * sizeof(float);
+    return tiles > head ? tiles : head;
+}
