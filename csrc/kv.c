@@ -292,25 +292,39 @@ void rk_kv_publish(rk_kv *kv, int32_t before, int32_t id,
     }
 }
 
-int32_t rk_kv_match(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
+/* The walk of match and lookup; blocks NULL: only count. */
+static int32_t walk(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
                     int32_t *blocks, int32_t max_blocks)
 {
     int32_t n = 0, limit = n_tokens / kv->block_tokens;
     if (limit > max_blocks) {
         limit = max_blocks;
     }
-    uint64_t history = ROOT;
-    while (n < limit) {
+    for (uint64_t history = ROOT; n < limit; n++) {
         int32_t id =
             find(kv, history, tokens + (size_t)n * (size_t)kv->block_tokens);
         if (id < 0) {
             break;
         }
-        rk_kv_ref(kv, id);
-        blocks[n++] = id;
+        if (blocks != NULL) {
+            rk_kv_ref(kv, id);
+            blocks[n] = id;
+        }
         history = kv->blocks[id].identity;
     }
     return n;
+}
+
+int32_t rk_kv_match(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
+                    int32_t *blocks, int32_t max_blocks)
+{
+    return walk(kv, tokens, n_tokens, blocks, max_blocks);
+}
+
+int32_t rk_kv_lookup(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
+                     int32_t max_blocks)
+{
+    return walk(kv, tokens, n_tokens, NULL, max_blocks);
 }
 
 void rk_kv_forget(rk_kv *kv)

@@ -59,6 +59,10 @@ void rk_kv_publish(rk_kv *kv, int32_t before, int32_t block,
 int32_t rk_kv_match(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
                     int32_t *blocks, int32_t max_blocks);
 
+/* How many blocks rk_kv_match would find; takes no reference. */
+int32_t rk_kv_lookup(rk_kv *kv, const int32_t *tokens, int32_t n_tokens,
+                     int32_t max_blocks);
+
 /* Forget every entry (weights changed): cached blocks become free, and blocks
  * in use now are not indexed any more, nor what follows them. */
 void rk_kv_forget(rk_kv *kv);

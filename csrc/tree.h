@@ -11,6 +11,7 @@
 #define RKSC_TREE_H
 
 #include "kv.h"
+#include "policy/rsbcm.h"
 #include "rksc.h"
 
 /* Remembered hidden-state means of a span of this branch (ASKS, probe.c). */
@@ -45,7 +46,15 @@ typedef struct rk_branch {
     rk_probe_memory memory;
 } rk_branch;
 
-/* The list of live branches of a session and their blocks' books. */
+/* Eviction's scratch: the last block of an unpinned branch. */
+typedef struct rk_tail {
+    int32_t block;
+    rk_branch *branch;
+    rk_candidate rank;
+} rk_tail;
+
+/* The list of live branches of a session and their blocks' books. Zeroed but
+ * for kv (borrowed) and block_tokens it is an empty tree. */
 typedef struct rk_tree {
     rk_branch *first;
     rk_kv *kv;
@@ -53,7 +62,11 @@ typedef struct rk_tree {
     uint64_t next_id;
     int32_t n_branches;
     int64_t evictions; /* blocks taken by RSBCM */
+    rk_tail *tails;    /* owned */
+    int32_t tails_capacity;
 } rk_tree;
+
+void rk_tree_free(rk_tree *tree);
 
 /* A root with these tokens; shares the longest indexed prefix, but leaves at
  * least the last token to be computed. *n_reused: positions found. */
@@ -77,15 +90,20 @@ void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens);
 /* Forget KV from position n_computed on; the tokens stay. */
 void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed);
 
+/* Take from the index what it knows of the tokens that are not computed;
+ * returns how many positions that brought. */
+int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch);
+
 /* How many blocks a write of positions [n_computed, n_tokens) needs beyond
  * those that the branch may write to (a shared tail block is copied). */
 int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
                               int32_t n_tokens);
 
 /* Give the branch blocks for positions [n_computed, n_tokens), all private.
- * *copy_from: source of a copy-on-write of the half-filled block
- * blocks[*copy_to index], -1 when none; the caller copies the KV. Needs
- * rk_tree_blocks_needed free blocks; RK_ENOMEM changes nothing. */
+ * A half-filled block that it may not write to is replaced: *copy_from is the
+ * old block and *copy_to the new one (-1: none), and the caller copies the KV
+ * before anything else is computed. Needs rk_tree_blocks_needed free blocks;
+ * a failure changes nothing. */
 rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
                           int32_t *copy_from, int32_t *copy_to, rk_error *err);
 

@@ -1,0 +1,461 @@
+/* Branches: token histories over shared KV blocks.
+ *
+ * A branch's block table covers exactly its n_computed positions, except
+ * between reserve and commit, when it covers what a running step writes. A
+ * fork refers to the same blocks; whoever writes first into a half-filled
+ * block that is not his alone (or that the index may hand out) takes a copy.
+ *
+ * Eviction frees tails: a block may go when every branch that refers to it is
+ * unpinned and has it as its last one. What remains of a branch is then still
+ * a prefix of its tokens, so a branch is never torn.
+ */
+#include "tree.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "policy/rsbcm.h"
+
+static int32_t blocks_of(const rk_tree *tree, int32_t n_tokens)
+{
+    return (n_tokens + tree->block_tokens - 1) / tree->block_tokens;
+}
+
+/* Grow *array of int32 to hold n entries, by doubling. */
+static rk_status grow(int32_t **array, int32_t *capacity, int32_t n,
+                      rk_error *err)
+{
+    if (n <= *capacity) {
+        return RK_OK;
+    }
+    int64_t wanted = *capacity < 16 ? 16 : (int64_t)*capacity * 2;
+    wanted = wanted < n ? n : wanted;
+    wanted = wanted > INT32_MAX ? INT32_MAX : wanted;
+    int32_t *grown = realloc(*array, (size_t)wanted * sizeof **array);
+    if (grown == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a branch of %lld tokens",
+                       (long long)n);
+    }
+    *array = grown;
+    *capacity = (int32_t)wanted;
+    return RK_OK;
+}
+
+/* splitmix64's finaliser: streams of siblings must not resemble each other. */
+static uint64_t mix(uint64_t x)
+{
+    x += UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return x ^ (x >> 31);
+}
+
+/* ---- life ---------------------------------------------------------------- */
+
+static void branch_free(rk_branch *branch)
+{
+    if (branch != NULL) {
+        free(branch->tokens);
+        free(branch->blocks);
+        free(branch->memory.means);
+        free(branch);
+    }
+}
+
+static rk_branch *branch_new(int32_t n_tokens, int32_t n_blocks, rk_error *err)
+{
+    rk_branch *branch = calloc(1, sizeof *branch);
+    if (branch == NULL) {
+        rk_fail(err, RK_ENOMEM, "no memory for a branch");
+        return NULL;
+    }
+    if (grow(&branch->tokens, &branch->tokens_capacity, n_tokens, err) ||
+        grow(&branch->blocks, &branch->blocks_capacity, n_blocks, err)) {
+        branch_free(branch);
+        return NULL;
+    }
+    branch->score = branch->confidence = NAN;
+    return branch;
+}
+
+static void tree_link(rk_tree *tree, rk_branch *branch)
+{
+    branch->id = ++tree->next_id;
+    branch->next = tree->first;
+    if (tree->first != NULL) {
+        tree->first->previous = branch;
+    }
+    tree->first = branch;
+    tree->n_branches++;
+}
+
+/* Eviction must not allocate: its scratch grows with the tree. */
+static rk_status tree_room(rk_tree *tree, rk_error *err)
+{
+    if (tree->n_branches < tree->tails_capacity) {
+        return RK_OK;
+    }
+    int32_t wanted = tree->tails_capacity < 32 ? 32 : tree->tails_capacity * 2;
+    rk_tail *grown = realloc(tree->tails, (size_t)wanted * sizeof *grown);
+    if (grown == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for another branch");
+    }
+    tree->tails = grown;
+    tree->tails_capacity = wanted;
+    return RK_OK;
+}
+
+void rk_tree_free(rk_tree *tree)
+{
+    while (tree->first != NULL) {
+        rk_tree_drop(tree, tree->first);
+    }
+    free(tree->tails);
+    tree->tails = NULL;
+    tree->tails_capacity = 0;
+}
+
+rk_status rk_tree_add(rk_tree *tree, rk_branch **out, const int32_t *tokens,
+                      int32_t n_tokens, int32_t *n_reused, rk_error *err)
+{
+    *out = NULL;
+    rk_status status = tree_room(tree, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    rk_branch *branch = branch_new(n_tokens, blocks_of(tree, n_tokens), err);
+    if (branch == NULL) {
+        return RK_ENOMEM;
+    }
+    memcpy(branch->tokens, tokens, (size_t)n_tokens * sizeof *tokens);
+    branch->n_tokens = branch->n_prompt = n_tokens;
+    tree_link(tree, branch);
+    *n_reused = rk_tree_revive(tree, branch);
+    *out = branch;
+    return RK_OK;
+}
+
+rk_status rk_tree_fork(rk_tree *tree, rk_branch **out, rk_branch *parent,
+                       int32_t at, const int32_t *suffix, int32_t n_suffix,
+                       int32_t ordinal, rk_error *err)
+{
+    *out = NULL;
+    rk_status status = tree_room(tree, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    int32_t n_shared = at < parent->n_computed ? at : parent->n_computed;
+    int32_t n_blocks = blocks_of(tree, n_shared);
+    rk_branch *child = branch_new(at + n_suffix, n_blocks, err);
+    if (child == NULL) {
+        return RK_ENOMEM;
+    }
+    memcpy(child->tokens, parent->tokens, (size_t)at * sizeof *suffix);
+    if (n_suffix > 0) {
+        memcpy(child->tokens + at, suffix, (size_t)n_suffix * sizeof *suffix);
+    }
+    child->n_tokens = child->n_prompt = at + n_suffix;
+    child->n_computed = child->n_ever = n_shared;
+    memcpy(child->blocks, parent->blocks, (size_t)n_blocks * sizeof *suffix);
+    for (int32_t i = 0; i < n_blocks; i++) {
+        rk_kv_ref(tree->kv, child->blocks[i]);
+    }
+    int32_t n_full = n_shared / tree->block_tokens;
+    child->n_blocks = n_blocks;
+    child->n_published =
+        n_full < parent->n_published ? n_full : parent->n_published;
+    child->parent_id = parent->id;
+    child->depth = parent->depth + 1;
+    child->stream = mix(parent->stream ^ mix((uint64_t)ordinal));
+    child->approximate = parent->approximate;
+    child->last_use = parent->last_use;
+    tree_link(tree, child);
+    *out = child;
+    return RK_OK;
+}
+
+void rk_tree_drop(rk_tree *tree, rk_branch *branch)
+{
+    rk_tree_release(tree, branch, 0);
+    if (branch->previous != NULL) {
+        branch->previous->next = branch->next;
+    } else {
+        tree->first = branch->next;
+    }
+    if (branch->next != NULL) {
+        branch->next->previous = branch->previous;
+    }
+    tree->n_branches--;
+    branch_free(branch);
+}
+
+/* ---- tokens -------------------------------------------------------------- */
+
+rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
+                           int32_t n_tokens, rk_error *err)
+{
+    if (n_tokens > INT32_MAX - branch->n_tokens) {
+        return rk_fail(err, RK_EVALUE, "tokens: too many for one branch");
+    }
+    rk_status status = grow(&branch->tokens, &branch->tokens_capacity,
+                            branch->n_tokens + n_tokens, err);
+    if (status == RK_OK) {
+        memcpy(branch->tokens + branch->n_tokens, tokens,
+               (size_t)n_tokens * sizeof *tokens);
+        branch->n_tokens += n_tokens;
+    }
+    return status;
+}
+
+void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens)
+{
+    if (n_tokens < branch->n_computed) {
+        rk_tree_release(tree, branch, n_tokens);
+    }
+    branch->n_tokens = n_tokens;
+    if (branch->n_ever > n_tokens) {
+        branch->n_ever = n_tokens;
+    }
+    if (branch->memory.end > n_tokens) {
+        free(branch->memory.means);
+        branch->memory = (rk_probe_memory){0};
+    }
+}
+
+/* ---- blocks -------------------------------------------------------------- */
+
+void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed)
+{
+    int32_t keep = blocks_of(tree, n_computed);
+    while (branch->n_blocks > keep) {
+        rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
+    }
+    if (branch->n_computed > n_computed) {
+        branch->n_computed = n_computed;
+    }
+    int32_t n_full = branch->n_computed / tree->block_tokens;
+    if (branch->n_published > n_full) {
+        branch->n_published = n_full;
+    }
+}
+
+int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
+{
+    /* The last token is always computed: its row gives the distribution. */
+    int32_t limit = (branch->n_tokens - 1) / tree->block_tokens;
+    int32_t have = branch->n_computed / tree->block_tokens;
+    rk_error ignored;
+    if (limit <= have || grow(&branch->blocks, &branch->blocks_capacity,
+                              limit, &ignored) != RK_OK) {
+        return 0;
+    }
+    int32_t found = rk_kv_lookup(tree->kv, branch->tokens,
+                                 branch->n_tokens, limit);
+    if (found <= have) {
+        return 0;
+    }
+    int32_t before = branch->n_computed;
+    rk_tree_release(tree, branch, 0);
+    branch->n_blocks = rk_kv_match(tree->kv, branch->tokens, branch->n_tokens,
+                                   branch->blocks, limit);
+    branch->n_published = branch->n_blocks;
+    branch->n_computed = branch->n_blocks * tree->block_tokens;
+    if (branch->n_ever < branch->n_computed) {
+        branch->n_ever = branch->n_computed;
+    }
+    return branch->n_computed - before;
+}
+
+/* Index of the tail block that a write at n_computed would fall into. */
+static bool tail_is_foreign(const rk_tree *tree, const rk_branch *branch)
+{
+    return branch->n_computed % tree->block_tokens != 0 &&
+           !rk_kv_writable(
+               tree->kv,
+               branch->blocks[branch->n_computed / tree->block_tokens]);
+}
+
+int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
+                              int32_t n_tokens)
+{
+    if (n_tokens <= branch->n_computed) {
+        return 0;
+    }
+    return blocks_of(tree, n_tokens) - branch->n_blocks +
+           (tail_is_foreign(tree, branch) ? 1 : 0);
+}
+
+rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
+                          int32_t *copy_from, int32_t *copy_to, rk_error *err)
+{
+    *copy_from = *copy_to = -1;
+    if (n_tokens <= branch->n_computed) {
+        return RK_OK;
+    }
+    int32_t n_blocks = blocks_of(tree, n_tokens);
+    rk_status status =
+        grow(&branch->blocks, &branch->blocks_capacity, n_blocks, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    int32_t had = branch->n_blocks;
+    int32_t copy = tail_is_foreign(tree, branch) ? rk_kv_alloc(tree->kv) : -2;
+    while (copy != -1 && branch->n_blocks < n_blocks) {
+        int32_t block = rk_kv_alloc(tree->kv);
+        if (block < 0) {
+            break;
+        }
+        branch->blocks[branch->n_blocks++] = block;
+    }
+    if (branch->n_blocks < n_blocks) {
+        while (branch->n_blocks > had) {
+            rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
+        }
+        if (copy >= 0) {
+            rk_kv_unref(tree->kv, copy);
+        }
+        return rk_fail(err, RK_ECAPACITY, "no free KV block");
+    }
+    if (copy >= 0) {
+        int32_t *tail =
+            &branch->blocks[branch->n_computed / tree->block_tokens];
+        *copy_from = *tail;
+        *copy_to = copy;
+        rk_kv_unref(tree->kv, *tail);
+        *tail = copy;
+    } else if (copy == -1) {
+        return rk_fail(err, RK_ECAPACITY, "no free KV block");
+    }
+    return RK_OK;
+}
+
+void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed)
+{
+    branch->n_computed = n_computed;
+    if (branch->n_ever < n_computed) {
+        branch->n_ever = n_computed;
+    }
+    if (branch->approximate) {
+        return;
+    }
+    int32_t n_full = n_computed / tree->block_tokens;
+    for (int32_t i = branch->n_published; i < n_full; i++) {
+        rk_kv_publish(tree->kv, i > 0 ? branch->blocks[i - 1] : -1,
+                      branch->blocks[i],
+                      branch->tokens + (size_t)i * tree->block_tokens);
+    }
+    branch->n_published = n_full;
+}
+
+/* ---- eviction ------------------------------------------------------------ */
+
+static int by_block(const void *a, const void *b)
+{
+    int32_t x = ((const rk_tail *)a)->block, y = ((const rk_tail *)b)->block;
+    return (x > y) - (x < y);
+}
+
+/* The tails of all unpinned branches, sorted by block. */
+static int32_t tails_collect(rk_tree *tree)
+{
+    int32_t n = 0;
+    for (rk_branch *b = tree->first; b != NULL; b = b->next) {
+        if (b->pins == 0 && b->n_blocks > 0) {
+            tree->tails[n++] = (rk_tail){
+                .block = b->blocks[b->n_blocks - 1],
+                .branch = b,
+                .rank = {.omega = rk_rsbcm_omega(b->score, b->confidence,
+                                                 b->depth),
+                         .last_use = b->last_use,
+                         .id = b->id},
+            };
+        }
+    }
+    qsort(tree->tails, (size_t)n, sizeof *tree->tails, by_block);
+    return n;
+}
+
+/* Free the tail block that leaves first; false when every block is needed. */
+static bool evict_one(rk_tree *tree)
+{
+    int32_t n = tails_collect(tree), best = -1, best_end = -1;
+    rk_candidate best_rank = {0};
+    for (int32_t begin = 0, end; begin < n; begin = end) {
+        rk_candidate rank = tree->tails[begin].rank;
+        for (end = begin + 1;
+             end < n && tree->tails[end].block == tree->tails[begin].block;
+             end++) {
+            /* A block is worth what its best branch is worth. */
+            const rk_candidate *other = &tree->tails[end].rank;
+            rank.omega = fmax(rank.omega, other->omega);
+            if (rank.last_use < other->last_use) {
+                rank.last_use = other->last_use;
+            }
+            if (rank.id > other->id) {
+                rank.id = other->id;
+            }
+        }
+        bool whole =
+            rk_kv_refs(tree->kv, tree->tails[begin].block) == end - begin;
+        if (whole && (best < 0 || rk_rsbcm_before(&rank, &best_rank))) {
+            best = begin;
+            best_end = end;
+            best_rank = rank;
+        }
+    }
+    for (int32_t i = best; i >= 0 && i < best_end; i++) {
+        rk_branch *branch = tree->tails[i].branch;
+        rk_tree_release(tree, branch,
+                        (branch->n_blocks - 1) * tree->block_tokens);
+    }
+    tree->evictions += best >= 0;
+    return best >= 0;
+}
+
+bool rk_tree_evict(rk_tree *tree, int32_t n_blocks)
+{
+    while (rk_kv_count(tree->kv).free < n_blocks) {
+        if (!evict_one(tree)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- books --------------------------------------------------------------- */
+
+rk_status rk_tree_check(const rk_tree *tree, rk_error *err)
+{
+    int32_t total = rk_kv_count(tree->kv).total;
+    int32_t *refs = calloc((size_t)total, sizeof *refs);
+    if (refs == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory to recount %d blocks",
+                       (int)total);
+    }
+    rk_status status = RK_OK;
+    int32_t n_branches = 0;
+    for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
+        n_branches++;
+        if (b->n_blocks != blocks_of(tree, b->n_computed) ||
+            b->n_computed > b->n_tokens ||
+            b->n_published > b->n_computed / tree->block_tokens) {
+            status = rk_fail(err, RK_ESTATE,
+                             "branch %llu: %d blocks for %d of %d tokens",
+                             (unsigned long long)b->id, (int)b->n_blocks,
+                             (int)b->n_computed, (int)b->n_tokens);
+        }
+        for (int32_t i = 0; i < b->n_blocks; i++) {
+            refs[b->blocks[i]]++;
+        }
+    }
+    if (status == RK_OK && n_branches != tree->n_branches) {
+        status = rk_fail(err, RK_ESTATE, "%d branches are listed, %d counted",
+                         (int)n_branches, (int)tree->n_branches);
+    }
+    if (status == RK_OK) {
+        status = rk_kv_check(tree->kv, refs, err);
+    }
+    free(refs);
+    return status;
+}
