@@ -87,6 +87,16 @@ _GGUF_KNOWN = {
     "vocab_size",
 }
 
+_GGUF_TEXT = {"rope.scaling.type", "tensor_data_layout"}
+
+# Numbers that a file may give once, or once for each layer.
+_GGUF_PER_LAYER = {
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.sliding_window",
+    "feed_forward_length",
+}
+
 # Control tokens that end a turn or a text, whatever eos_token_id says.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
@@ -442,6 +452,9 @@ def _from_gguf(metadata: Mapping[str, Any], factors: Sequence[float] | None) -> 
             continue
         if key not in _GGUF_KNOWN:
             raise ValueError(f"GGUF: {prefix}{key} = {value!r} is not supported")
+        kind = str if key in _GGUF_TEXT else (int, float)
+        if not isinstance(value, kind) and (isinstance(value, str) or key not in _GGUF_PER_LAYER):
+            raise ValueError(f"GGUF: {prefix}{key} has the wrong type: {value!r}")
 
     def need(key: str) -> int:
         if key not in keys:
@@ -453,6 +466,8 @@ def _from_gguf(metadata: Mapping[str, Any], factors: Sequence[float] | None) -> 
     head_dim = _gguf_head_dim(keys, prefix, heads, width)
     context = need("context_length")
     tokens = metadata.get("tokenizer.ggml.tokens")
+    if tokens is not None and not isinstance(tokens, list):
+        raise ValueError(f"GGUF: tokenizer.ggml.tokens must be a list, got {tokens!r}")
     window = need("attention.sliding_window") if "attention.sliding_window" in keys else 0
     if "attention.layer_norm_rms_epsilon" not in keys:
         raise ValueError(f"GGUF: {prefix}attention.layer_norm_rms_epsilon is missing")
@@ -472,7 +487,9 @@ def _from_gguf(metadata: Mapping[str, Any], factors: Sequence[float] | None) -> 
         window=window,
         tied=False,  # load() knows whether output.weight is there
         eos=_gguf_end_tokens(metadata),
-        bos=metadata.get("tokenizer.ggml.bos_token_id"),
+        bos=next(
+            iter(token_ids(metadata.get("tokenizer.ggml.bos_token_id"), "bos_token_id")), None
+        ),
     )
 
 
@@ -549,7 +566,5 @@ def _gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     kinds = metadata.get("tokenizer.ggml.token_type")
     if tokens is not None and kinds is not None and len(kinds) == len(tokens):
         control = 3
-        ids += [
-            i for i, text in enumerate(tokens) if text in _END_TOKENS and kinds[i] == control
-        ]
+        ids += [i for i, text in enumerate(tokens) if text in _END_TOKENS and kinds[i] == control]
     return token_ids(ids, "tokenizer.ggml.eos_token_id")
