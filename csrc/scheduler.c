@@ -1,0 +1,552 @@
+/* Requests: which rows run in the next step, and what becomes of their tokens.
+ *
+ * A request waits, runs (its branch is pinned) and ends. A step takes one row
+ * of every running request whose KV is up to date, fills what is left of
+ * step_tokens with tokens that others still have to compute, and admits
+ * waiting ones in order. When blocks run out the last admitted request goes
+ * back to wait, its KV may be evicted, and nobody is admitted until a request
+ * has ended: so the first one always comes through.
+ *
+ * Requests of one group (one call) stop together under CGEE and can be undone
+ * together: their records stay until the last of them has ended.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "state.h"
+
+struct rk_request {
+    rk_request *next, *previous;
+    uint64_t id, group;
+    rk_branch *branch; /* NULL once it was dropped */
+    rk_generation_options options;
+    void *storage;      /* owns what options points to */
+    uint8_t *window;    /* last bytes of the text, for stop strings */
+    int32_t n_window, longest_stop;
+    int32_t n_before;   /* tokens of the branch at submission */
+    double confidence_before;
+    int32_t n_new;
+    double sum_top;     /* of top_prob over new tokens */
+    double confidence;  /* NaN before the first pick */
+    rk_finish finish;
+    bool running;       /* admitted: the branch is pinned */
+    bool spent;         /* its record may go */
+};
+
+/* ---- life ---------------------------------------------------------------- */
+
+static void request_free(rk_request *request)
+{
+    if (request != NULL) {
+        free(request->storage);
+        free(request->window);
+        free(request);
+    }
+}
+
+static void request_unlink(rk_scheduler *scheduler, rk_request *request)
+{
+    *(request->previous ? &request->previous->next : &scheduler->first) =
+        request->next;
+    *(request->next ? &request->next->previous : &scheduler->last) =
+        request->previous;
+    request_free(request);
+}
+
+void rk_scheduler_free(rk_scheduler *scheduler)
+{
+    while (scheduler->first != NULL) {
+        request_unlink(scheduler, scheduler->first);
+    }
+    free(scheduler->events);
+    *scheduler = (rk_scheduler){0};
+}
+
+/* Copy stop ids and strings behind one pointer. */
+static rk_status copy_options(rk_request *request,
+                              const rk_generation_options *options,
+                              rk_error *err)
+{
+    size_t n_strings = (size_t)options->n_stop_strings;
+    size_t n_ids = (size_t)options->n_stop_ids, n_bytes = 0;
+    for (size_t i = 0; i < n_strings; i++) {
+        n_bytes += (size_t)options->stop_lengths[i];
+        if (options->stop_lengths[i] > request->longest_stop) {
+            request->longest_stop = options->stop_lengths[i];
+        }
+    }
+    size_t words = n_ids + n_strings;
+    char *storage = malloc(n_strings * sizeof(uint8_t *) +
+                           words * sizeof(int32_t) + n_bytes + 1);
+    if (storage == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a request");
+    }
+    request->storage = storage;
+    const uint8_t **strings = (const uint8_t **)(void *)storage;
+    int32_t *lengths = (int32_t *)(void *)(strings + n_strings);
+    int32_t *ids = lengths + n_strings;
+    uint8_t *bytes = (uint8_t *)(ids + n_ids);
+    for (size_t i = 0; i < n_strings; i++) {
+        lengths[i] = options->stop_lengths[i];
+        memcpy(bytes, options->stop_strings[i], (size_t)lengths[i]);
+        strings[i] = bytes;
+        bytes += lengths[i];
+    }
+    if (n_ids > 0) {
+        memcpy(ids, options->stop_ids, n_ids * sizeof *ids);
+    }
+    request->options = *options;
+    request->options.stop_strings = strings;
+    request->options.stop_lengths = lengths;
+    request->options.stop_ids = ids;
+    return RK_OK;
+}
+
+/* The window holds what a match could begin in, and the newest token. */
+static rk_status make_window(rk_request *request, int32_t vocab_size,
+                             rk_error *err)
+{
+    const rk_generation_options *o = &request->options;
+    if (o->n_stop_strings == 0) {
+        return RK_OK;
+    }
+    int64_t longest_token = 0;
+    for (int32_t t = 0; t < vocab_size; t++) {
+        int64_t n = o->token_offsets[t + 1] - o->token_offsets[t];
+        longest_token = n > longest_token ? n : longest_token;
+    }
+    request->window =
+        malloc((size_t)longest_token + (size_t)request->longest_stop);
+    return request->window != NULL
+               ? RK_OK
+               : rk_fail(err, RK_ENOMEM, "no memory for a request");
+}
+
+/* Room for two events of every request, so that a step allocates nothing. */
+static rk_status make_event_room(rk_scheduler *scheduler, rk_error *err)
+{
+    int32_t n = 1;
+    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+        n++;
+    }
+    if (2 * n > scheduler->events_capacity) {
+        rk_token *grown =
+            realloc(scheduler->events, (size_t)n * 4 * sizeof *grown);
+        if (grown == NULL) {
+            return rk_fail(err, RK_ENOMEM, "no memory for a request");
+        }
+        scheduler->events = grown;
+        scheduler->events_capacity = 4 * n;
+    }
+    return RK_OK;
+}
+
+rk_status rk_session_submit(rk_session *s, rk_branch *branch,
+                            const rk_generation_options *options,
+                            uint64_t group, uint64_t *id, rk_error *err)
+{
+    rk_scheduler *scheduler = &s->scheduler;
+    rk_status status = rk_session_check_branch(branch, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    if (options->n_stop_strings > 0 && options->token_bytes == NULL) {
+        return rk_fail(err, RK_EVALUE,
+                       "stop: stop strings need a session with a tokenizer");
+    }
+    rk_request *request = calloc(1, sizeof *request);
+    if (request == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a request");
+    }
+    if ((status = copy_options(request, options, err)) ||
+        (status = make_window(request, s->model.config.vocab_size, err)) ||
+        (status = make_event_room(scheduler, err))) {
+        request_free(request);
+        return status;
+    }
+    request->id = *id = ++scheduler->next_id;
+    request->group = group;
+    request->branch = branch;
+    request->n_before = branch->n_tokens;
+    request->confidence_before = branch->confidence;
+    request->confidence = NAN;
+    request->previous = scheduler->last;
+    *(scheduler->last ? &scheduler->last->next : &scheduler->first) = request;
+    scheduler->last = request;
+    branch->busy = true;
+    return RK_OK;
+}
+
+/* ---- ends ---------------------------------------------------------------- */
+
+static void release_branch(rk_request *request)
+{
+    if (request->branch != NULL && request->running) {
+        request->branch->pins--;
+    }
+    request->running = false;
+}
+
+static void retire(rk_session *s, rk_request *request, rk_finish finish)
+{
+    release_branch(request);
+    request->finish = finish;
+    if (request->branch != NULL) {
+        request->branch->busy = false;
+        if (!isnan(request->confidence)) {
+            request->branch->confidence = request->confidence;
+        }
+    }
+    s->scheduler.stalled = false;
+}
+
+static bool has_ended(const rk_scheduler *scheduler, const rk_request *request)
+{
+    bool ended = request->finish != RK_FINISH_NONE;
+    for (const rk_request *r = scheduler->first;
+         ended && request->group != 0 && r != NULL; r = r->next) {
+        ended = r->group != request->group || r->finish != RK_FINISH_NONE;
+    }
+    return ended;
+}
+
+/* Free the records of lone requests and of whole groups that have ended. */
+static void sweep(rk_scheduler *scheduler)
+{
+    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+        r->spent = has_ended(scheduler, r);
+    }
+    for (rk_request *r = scheduler->first, *next; r != NULL; r = next) {
+        next = r->next;
+        if (r->spent) {
+            request_unlink(scheduler, r);
+        }
+    }
+}
+
+static rk_request *request_find(rk_scheduler *scheduler, uint64_t id)
+{
+    rk_request *r = scheduler->first;
+    while (r != NULL && r->id != id) {
+        r = r->next;
+    }
+    return r;
+}
+
+void rk_session_cancel(rk_session *s, uint64_t id)
+{
+    rk_request *request = request_find(&s->scheduler, id);
+    if (request != NULL && request->finish == RK_FINISH_NONE) {
+        retire(s, request, RK_FINISH_CANCELLED);
+        sweep(&s->scheduler);
+    }
+}
+
+void rk_session_abort(rk_session *s, uint64_t id)
+{
+    rk_request *request = request_find(&s->scheduler, id);
+    if (request == NULL) {
+        return;
+    }
+    if (request->finish == RK_FINISH_NONE) {
+        retire(s, request, RK_FINISH_CANCELLED);
+    }
+    if (request->branch != NULL) {
+        rk_tree_truncate(&s->tree, request->branch, request->n_before);
+        request->branch->confidence = request->confidence_before;
+    }
+    request_unlink(&s->scheduler, request);
+}
+
+void rk_scheduler_forget(rk_session *s, rk_branch *branch)
+{
+    for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+        if (r->branch == branch) {
+            if (r->finish == RK_FINISH_NONE) {
+                retire(s, r, RK_FINISH_CANCELLED);
+            }
+            r->branch = NULL;
+        }
+    }
+    sweep(&s->scheduler);
+}
+
+/* ---- which rows ---------------------------------------------------------- */
+
+static bool active(const rk_request *request)
+{
+    return request->finish == RK_FINISH_NONE;
+}
+
+/* The rows of one request in the next step, at most `room`. */
+static rk_item next_item(const rk_request *request, int32_t room)
+{
+    rk_branch *b = request->branch;
+    if (b->n_computed == b->n_tokens) {
+        return (rk_item){b, b->n_tokens - 1, b->n_tokens, false};
+    }
+    int32_t left = b->n_tokens - b->n_computed;
+    int32_t n = left < room ? left : room;
+    return (rk_item){b, b->n_computed, b->n_computed + n, true};
+}
+
+static void admit(rk_session *s, rk_request *request)
+{
+    request->running = true;
+    request->branch->pins++;
+    s->stats.tokens_reused += rk_tree_revive(&s->tree, request->branch);
+}
+
+/* Fill s->step.items with rows of running requests: those that give a token
+ * first, then pieces of prompts, then newly admitted ones. */
+static int32_t choose(rk_session *s, rk_request **owners)
+{
+    rk_scheduler *scheduler = &s->scheduler;
+    int32_t n = 0, room = s->options.step_tokens;
+    for (int pass = 0; pass < 2; pass++) {
+        for (rk_request *r = scheduler->first; r != NULL && room > 0;
+             r = r->next) {
+            if (!active(r)) {
+                continue;
+            }
+            if (!r->running) {
+                if (pass == 0 || scheduler->stalled) {
+                    continue;
+                }
+                admit(s, r);
+            } else {
+                int32_t left = r->branch->n_tokens - r->branch->n_computed;
+                if ((left <= 1) != (pass == 0)) {
+                    continue;
+                }
+            }
+            owners[n] = r;
+            s->step.items[n] = next_item(r, room);
+            room -= s->step.items[n].end - s->step.items[n].begin;
+            n++;
+        }
+    }
+    return n;
+}
+
+/* Send the last running request back to wait; false when only one runs. */
+static bool preempt(rk_scheduler *scheduler)
+{
+    rk_request *first = NULL, *last = NULL;
+    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+        if (r->running) {
+            first = first == NULL ? r : first;
+            last = r;
+        }
+    }
+    if (last == first) {
+        return false;
+    }
+    release_branch(last);
+    scheduler->stalled = true;
+    return true;
+}
+
+/* ---- what becomes of a token --------------------------------------------- */
+
+static rk_token *event_add(rk_scheduler *scheduler, const rk_request *request,
+                           const rk_pick *pick)
+{
+    rk_token *event = &scheduler->events[scheduler->n_events++];
+    *event = (rk_token){
+        .request = request->id,
+        .token = -1,
+        .stop_index = -1,
+    };
+    if (pick != NULL) {
+        event->logprob = pick->logprob;
+        event->top_prob = pick->top_prob;
+        event->entropy = pick->entropy;
+    }
+    return event;
+}
+
+/* Bytes from the beginning of the first stop string that now ends in the text
+ * to the text's end; 0: none. */
+static int32_t match_stop(rk_request *request, int32_t token,
+                          int32_t *stop_index)
+{
+    const rk_generation_options *o = &request->options;
+    if (o->n_stop_strings == 0) {
+        return 0;
+    }
+    int32_t keep = request->longest_stop - 1;
+    keep = keep < request->n_window ? keep : request->n_window;
+    memmove(request->window, request->window + request->n_window - keep,
+            (size_t)keep);
+    int64_t begin = o->token_offsets[token];
+    int32_t n = (int32_t)(o->token_offsets[token + 1] - begin);
+    memcpy(request->window + keep, o->token_bytes + begin, (size_t)n);
+    request->n_window = keep + n;
+    for (int32_t at = 0; at < request->n_window; at++) {
+        for (int32_t i = 0; i < o->n_stop_strings; i++) {
+            int32_t end = at + o->stop_lengths[i];
+            if (end > keep && end <= request->n_window &&
+                memcmp(request->window + at, o->stop_strings[i],
+                       (size_t)o->stop_lengths[i]) == 0) {
+                *stop_index = i;
+                return request->n_window - at;
+            }
+        }
+    }
+    return 0;
+}
+
+static rk_status take(rk_session *s, rk_request *request, const rk_pick *pick,
+                      rk_error *err)
+{
+    rk_branch *branch = request->branch;
+    const rk_generation_options *o = &request->options;
+    if (pick->token < 0) {
+        return rk_fail(err, RK_EVALUE,
+                       "weights: the logits of branch %llu at position %d are "
+                       "NaN",
+                       (unsigned long long)branch->id,
+                       (int)branch->n_tokens - 1);
+    }
+    rk_finish finish = RK_FINISH_NONE;
+    rk_token *event = event_add(&s->scheduler, request, pick);
+    for (int32_t i = 0; i < o->n_stop_ids; i++) {
+        if (pick->token == o->stop_ids[i]) {
+            finish = RK_FINISH_EOS;
+            event->stop_index = i;
+        }
+    }
+    if (finish == RK_FINISH_EOS) {
+        if (request->n_new == 0) {
+            request->confidence = pick->top_prob;
+        }
+    } else {
+        rk_status status = rk_branch_append(branch, &pick->token, 1, err);
+        if (status != RK_OK) {
+            return status;
+        }
+        event->token = pick->token;
+        request->n_new++;
+        request->sum_top += pick->top_prob;
+        request->confidence = request->sum_top / request->n_new;
+        event->stop_bytes =
+            match_stop(request, pick->token, &event->stop_index);
+        if (event->stop_bytes > 0) {
+            finish = RK_FINISH_STOP;
+        } else if (request->n_new >= o->max_new_tokens ||
+                   branch->n_tokens >= s->model.config.max_positions) {
+            finish = RK_FINISH_LENGTH;
+        }
+    }
+    event->finish = finish;
+    if (finish != RK_FINISH_NONE) {
+        retire(s, request, finish);
+    }
+    return RK_OK;
+}
+
+/* Nothing to compute: no tokens wanted, or no position left. */
+static void end_idle(rk_session *s)
+{
+    for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+        if (active(r) && (r->options.max_new_tokens == 0 ||
+                          r->branch->n_tokens >=
+                              s->model.config.max_positions)) {
+            event_add(&s->scheduler, r, NULL)->finish = RK_FINISH_LENGTH;
+            retire(s, r, RK_FINISH_LENGTH);
+        }
+    }
+}
+
+/* CGEE while generating: the event that carries the end is the request's
+ * newest, or one of its own. */
+static void stop_early(rk_session *s)
+{
+    rk_scheduler *scheduler = &s->scheduler;
+    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+        if (!active(r) || r->group == 0 || r->options.cgee.stop_top > 1.0) {
+            continue;
+        }
+        double *confidence = s->scratch;
+        int32_t n = 0, steps = INT32_MAX;
+        for (rk_request *o = scheduler->first; o != NULL; o = o->next) {
+            if (o->group == r->group && n < s->options.step_tokens) {
+                confidence[n++] = o->confidence;
+                steps = active(o) && o->n_new < steps ? o->n_new : steps;
+            }
+        }
+        if (!rk_cgee_stop(&r->options.cgee, confidence, n, steps)) {
+            continue;
+        }
+        uint64_t group = r->group;
+        for (rk_request *o = scheduler->first; o != NULL; o = o->next) {
+            if (o->group == group && active(o)) {
+                event_add(scheduler, o, NULL)->finish = RK_FINISH_EARLY;
+                retire(s, o, RK_FINISH_EARLY);
+            }
+        }
+    }
+}
+
+/* ---- the step ------------------------------------------------------------ */
+
+static rk_status run(rk_session *s, rk_request **owners, int32_t n_items,
+                     rk_error *err)
+{
+    rk_step *step = &s->step;
+    int32_t *outputs = s->outputs;
+    int32_t n_outputs = 0;
+    for (int32_t i = 0; i < n_items; i++) {
+        const rk_branch *b = owners[i]->branch;
+        if (step->items[i].end == b->n_tokens) {
+            rk_draw draw = owners[i]->options.draw;
+            draw.stream = b->stream;
+            draw.position = b->n_tokens;
+            draw.forced = -1;
+            step->draws[n_outputs] = draw;
+            outputs[n_outputs++] = i;
+        }
+    }
+    rk_status status =
+        rk_step_run(s, step->items, n_items, outputs, NULL, step->draws,
+                    n_outputs, step->picks, err);
+    for (int32_t i = 0; i < n_outputs && status == RK_OK; i++) {
+        status = take(s, owners[outputs[i]], &step->picks[i], err);
+    }
+    return status;
+}
+
+rk_status rk_session_step(rk_session *s, const rk_token **events,
+                          int32_t *n_events, int32_t *n_active, rk_error *err)
+{
+    rk_scheduler *scheduler = &s->scheduler;
+    rk_request **owners = s->owners;
+    rk_status status = RK_OK;
+    scheduler->n_events = 0;
+    *n_events = *n_active = 0;
+    end_idle(s);
+    for (;;) {
+        int32_t n_items = choose(s, owners);
+        if (n_items == 0) {
+            break;
+        }
+        status = run(s, owners, n_items, err);
+        if (status == RK_ECAPACITY && preempt(scheduler)) {
+            continue;
+        }
+        break;
+    }
+    if (status != RK_OK) {
+        return status;
+    }
+    stop_early(s);
+    sweep(scheduler);
+    *events = scheduler->events;
+    *n_events = scheduler->n_events;
+    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+        *n_active += active(r);
+    }
+    return RK_OK;
+}

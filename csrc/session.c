@@ -1,0 +1,519 @@
+/* The use cases that need no policy: life, branches, KV on demand, reading a
+ * branch's distribution and hidden states, scoring.
+ *
+ * Generation is scheduler.c, verification verify.c, ASKS probe.c.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "state.h"
+
+/* ---- life ---------------------------------------------------------------- */
+
+static rk_status step_create(rk_session *s, rk_error *err)
+{
+    rk_step *step = &s->step;
+    size_t n = (size_t)s->options.step_tokens;
+    step->items = calloc(n, sizeof *step->items);
+    step->spans = calloc(n, sizeof *step->spans);
+    step->first_rows = calloc(n, sizeof *step->first_rows);
+    step->rows = calloc(n, sizeof *step->rows);
+    step->source = calloc(n, sizeof *step->source);
+    step->draws = calloc(n, sizeof *step->draws);
+    step->picks = calloc(n, sizeof *step->picks);
+    s->owners = calloc(n, sizeof(void *));
+    s->outputs = calloc(n, sizeof *s->outputs);
+    s->scratch = calloc(n, sizeof *s->scratch);
+    if (step->items == NULL || step->spans == NULL ||
+        step->first_rows == NULL || step->rows == NULL ||
+        step->source == NULL || step->draws == NULL || step->picks == NULL ||
+        s->owners == NULL || s->outputs == NULL || s->scratch == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a step of %d tokens",
+                       (int)s->options.step_tokens);
+    }
+    return RK_OK;
+}
+
+static rk_status pool_size(const rk_session *s, int32_t *n_blocks,
+                           rk_error *err)
+{
+    int64_t block = (int64_t)rk_block_bytes(
+        &s->model.config, s->model.compute, s->options.block_tokens);
+    int64_t n = s->options.kv_bytes / block;
+    if (n < 1) {
+        return rk_fail(err, RK_EVALUE,
+                       "kv_bytes: %lld bytes hold no block of %lld bytes",
+                       (long long)s->options.kv_bytes, (long long)block);
+    }
+    *n_blocks = n > INT32_MAX - 1 ? INT32_MAX - 1 : (int32_t)n;
+    return RK_OK;
+}
+
+static rk_status check_options(const rk_options *o, rk_error *err)
+{
+    if (o->block_tokens < 1 || o->block_tokens > RK_TILE ||
+        (o->block_tokens & (o->block_tokens - 1)) != 0) {
+        return rk_fail(err, RK_EVALUE,
+                       "block_tokens: %d is not a power of two in 1 .. %d",
+                       (int)o->block_tokens, RK_TILE);
+    }
+    if (o->step_tokens < 1 || o->step_tokens > 1 << 16) {
+        return rk_fail(err, RK_EVALUE, "step_tokens: %d is not in 1 .. %d",
+                       (int)o->step_tokens, 1 << 16);
+    }
+    if (o->n_threads < 1 || o->n_threads > 1024) {
+        return rk_fail(err, RK_EVALUE, "n_threads: %d is not in 1 .. 1024",
+                       (int)o->n_threads);
+    }
+    return RK_OK;
+}
+
+rk_status rk_session_create(rk_session **out, const rk_model *model,
+                            const rk_options *options, rk_error *err)
+{
+    *out = NULL;
+    rk_status status = check_options(options, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    rk_session *s = calloc(1, sizeof *s);
+    if (s == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a session");
+    }
+    s->model = *model;
+    s->options = *options;
+    int32_t n_blocks = 0;
+    if ((status = step_create(s, err)) ||
+        (status = pool_size(s, &n_blocks, err))) {
+        goto fail;
+    }
+    rk_extent extent = {
+        .compute = model->compute,
+        .block_tokens = options->block_tokens,
+        .n_blocks = n_blocks,
+        .max_rows = options->step_tokens,
+        .max_outputs = RK_MAX_OUTPUTS,
+    };
+    if ((status = rk_cpu_create(&s->device, &model->config, &extent,
+                                options->isa, options->n_threads, err)) ||
+        (status = rk_forward_create(&s->forward, s->device, &s->model,
+                                    options->step_tokens, RK_MAX_OUTPUTS,
+                                    err)) ||
+        (status = rk_kv_create(&s->kv, n_blocks, options->block_tokens,
+                               options->hash_bits, err)) ||
+        (status = rk_plan_create(&s->plan, options->block_tokens, err))) {
+        goto fail;
+    }
+    s->tree.kv = s->kv;
+    s->tree.block_tokens = options->block_tokens;
+    *out = s;
+    return RK_OK;
+fail:
+    rk_session_free(s);
+    return status;
+}
+
+void rk_session_free(rk_session *s)
+{
+    if (s == NULL) {
+        return;
+    }
+    rk_scheduler_free(&s->scheduler);
+    rk_tree_free(&s->tree);
+    rk_plan_free(s->plan);
+    rk_kv_free(s->kv);
+    rk_forward_free(&s->forward);
+    if (s->device != NULL) {
+        s->device->ops->destroy(s->device);
+    }
+    void *arrays[] = {s->step.items,  s->step.spans, s->step.first_rows,
+                      s->step.rows,   s->step.source, s->step.draws,
+                      s->step.picks,  s->owners,      s->outputs,
+                      s->scratch};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
+        free(arrays[i]);
+    }
+    free(s);
+}
+
+/* ---- checks -------------------------------------------------------------- */
+
+rk_status rk_session_check_branch(const rk_branch *branch, rk_error *err)
+{
+    if (branch->busy) {
+        return rk_fail(err, RK_ESTATE,
+                       "branch %llu is generating: step or cancel its request "
+                       "first",
+                       (unsigned long long)branch->id);
+    }
+    return RK_OK;
+}
+
+rk_status rk_session_check_tokens(const rk_session *s, const char *field,
+                                  const int32_t *tokens, int32_t n_tokens,
+                                  int64_t n_before, rk_error *err)
+{
+    const rk_config *c = &s->model.config;
+    for (int32_t i = 0; i < n_tokens; i++) {
+        if (tokens[i] < 0 || tokens[i] >= c->vocab_size) {
+            return rk_fail(err, RK_EVALUE,
+                           "%s[%d]: id %d is not in the vocabulary [0, %d)",
+                           field, (int)i, (int)tokens[i], (int)c->vocab_size);
+        }
+    }
+    if (n_before + n_tokens > c->max_positions) {
+        return rk_fail(err, RK_EVALUE,
+                       "%s: %lld tokens exceed the model's %d positions",
+                       field, (long long)(n_before + n_tokens),
+                       (int)c->max_positions);
+    }
+    return RK_OK;
+}
+
+/* ---- branches ------------------------------------------------------------ */
+
+rk_status rk_session_prefill(rk_session *s, rk_branch **out,
+                             const int32_t *tokens, int32_t n_tokens,
+                             rk_error *err)
+{
+    *out = NULL;
+    if (n_tokens < 1) {
+        return rk_fail(err, RK_EVALUE, "tokens: a prompt needs one at least");
+    }
+    rk_status status =
+        rk_session_check_tokens(s, "tokens", tokens, n_tokens, 0, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    rk_branch *branch = NULL;
+    int32_t n_reused = 0;
+    status = rk_tree_add(&s->tree, &branch, tokens, n_tokens, &n_reused, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    status = rk_session_compute(s, &branch, 1, err);
+    if (status != RK_OK) {
+        rk_session_drop(s, branch);
+        return status;
+    }
+    s->stats.tokens_reused += n_reused;
+    *out = branch;
+    return RK_OK;
+}
+
+rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
+                          int32_t at, int32_t n,
+                          const int32_t *const *suffixes,
+                          const int32_t *n_suffix, rk_error *err)
+{
+    at = at < 0 ? parent->n_tokens : at;
+    if (n < 1) {
+        return rk_fail(err, RK_EVALUE, "fork: %d children", (int)n);
+    }
+    if (at < 1 || at > parent->n_tokens) {
+        return rk_fail(err, RK_EVALUE, "at: %d is not in 1 .. %d", (int)at,
+                       (int)parent->n_tokens);
+    }
+    rk_status status = RK_OK;
+    for (int32_t i = 0; i < n && suffixes != NULL && status == RK_OK; i++) {
+        status = rk_session_check_tokens(s, "suffix", suffixes[i],
+                                         n_suffix[i], at, err);
+    }
+    int32_t made = 0;
+    for (; made < n && status == RK_OK; made++) {
+        status = rk_tree_fork(&s->tree, &out[made], parent, at,
+                              suffixes != NULL ? suffixes[made] : NULL,
+                              suffixes != NULL ? n_suffix[made] : 0, made,
+                              err);
+        if (status != RK_OK) {
+            break;
+        }
+    }
+    if (status != RK_OK) {
+        while (made > 0) {
+            rk_session_drop(s, out[--made]);
+        }
+        return status;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        s->stats.tokens_forked += out[i]->n_computed;
+    }
+    return RK_OK;
+}
+
+rk_status rk_session_extend(rk_session *s, rk_branch *branch,
+                            const int32_t *tokens, int32_t n_tokens,
+                            rk_error *err)
+{
+    rk_status status = rk_session_check_branch(branch, err);
+    if (status == RK_OK) {
+        status = rk_session_check_tokens(s, "tokens", tokens, n_tokens,
+                                         branch->n_tokens, err);
+    }
+    if (status == RK_OK) {
+        status = rk_branch_append(branch, tokens, n_tokens, err);
+    }
+    return status;
+}
+
+/* The next rows that the branches still need, at most a step's worth. */
+static int32_t pending(rk_session *s, rk_branch *const *branches, int32_t n,
+                       rk_item *items)
+{
+    int32_t n_items = 0, room = s->options.step_tokens;
+    for (int32_t i = 0; i < n && room > 0; i++) {
+        rk_branch *b = branches[i];
+        int32_t left = b->n_tokens - b->n_computed;
+        if (left > 0) {
+            left = left < room ? left : room;
+            items[n_items++] =
+                (rk_item){b, b->n_computed, b->n_computed + left, true};
+            room -= left;
+        }
+    }
+    return n_items;
+}
+
+rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
+                             int32_t n, rk_error *err)
+{
+    rk_status status = RK_OK;
+    int32_t n_pinned = 0;
+    for (; n_pinned < n && status == RK_OK; n_pinned++) {
+        branches[n_pinned]->pins++;
+        s->stats.tokens_reused +=
+            rk_tree_revive(&s->tree, branches[n_pinned]);
+    }
+    while (status == RK_OK) {
+        int32_t n_items = pending(s, branches, n, s->step.items);
+        if (n_items == 0) {
+            break;
+        }
+        status = rk_step_run(s, s->step.items, n_items, NULL, NULL, NULL, 0,
+                             NULL, err);
+    }
+    while (n_pinned > 0) {
+        branches[--n_pinned]->pins--;
+    }
+    return status;
+}
+
+void rk_session_drop(rk_session *s, rk_branch *branch)
+{
+    rk_scheduler_forget(s, branch);
+    rk_tree_drop(&s->tree, branch);
+}
+
+void rk_session_invalidate(rk_session *s)
+{
+    for (rk_branch *b = s->tree.first; b != NULL; b = b->next) {
+        rk_tree_release(&s->tree, b, 0);
+        free(b->memory.means);
+        b->memory = (rk_probe_memory){0};
+    }
+    rk_kv_forget(s->kv);
+}
+
+/* ---- what a branch would say next ---------------------------------------- */
+
+/* Open a step with one row: the branch's last token, all KV in place. */
+static rk_status open_peek(rk_session *s, rk_branch *branch, rk_error *err)
+{
+    rk_status status = rk_session_compute(s, &branch, 1, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    rk_item item = {branch, branch->n_tokens - 1, branch->n_tokens, false};
+    return rk_step_open(s, &item, 1, NULL, err);
+}
+
+rk_status rk_session_logits(rk_session *s, rk_branch *branch, float *logits,
+                            rk_error *err)
+{
+    rk_status status = open_peek(s, branch, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
+    if (status == RK_OK) {
+        rk_forward_logits(&s->forward, s->step.first_rows, 1, logits);
+    }
+    rk_step_close(s, status == RK_OK);
+    return status;
+}
+
+rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *hidden,
+                            rk_error *err)
+{
+    rk_status status = open_peek(s, branch, err);
+    size_t width = (size_t)s->model.config.width;
+    if (status != RK_OK) {
+        return status;
+    }
+    for (int32_t l = 0; l < s->model.config.n_layers && status == RK_OK;
+         l++) {
+        status = rk_step_layers(s, l, l + 1, NULL, err);
+        s->device->ops->download(s->device, hidden + (size_t)l * width,
+                                 s->forward.x, width * sizeof *hidden);
+    }
+    rk_step_close(s, status == RK_OK);
+    return status;
+}
+
+/* ---- scoring ------------------------------------------------------------- */
+
+/* log p(first token | branch) for all continuations: one row, many targets. */
+static rk_status score_first(rk_session *s, rk_branch *branch,
+                             const int32_t *const *continuations,
+                             const int32_t *lengths, int32_t n,
+                             float *const *logprobs, rk_error *err)
+{
+    rk_status status = open_peek(s, branch, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
+    for (int32_t i = 0, next; i < n && status == RK_OK; i = next) {
+        int32_t m = 0;
+        for (next = i; next < n && m < s->options.step_tokens; next++) {
+            if (lengths[next] > 0) {
+                s->outputs[m] = next;
+                s->step.rows[m] = s->step.first_rows[0];
+                s->step.draws[m++] =
+                    (rk_draw){.forced = continuations[next][0]};
+            }
+        }
+        rk_forward_pick(&s->forward, s->step.rows, s->step.draws, m, true,
+                        s->step.picks);
+        for (int32_t j = 0; j < m; j++) {
+            logprobs[s->outputs[j]][0] = s->step.picks[j].logprob;
+        }
+    }
+    rk_step_close(s, status == RK_OK);
+    return status;
+}
+
+/* Compute children that hold continuations less their last token; each row
+ * scores the token that follows it. offset: continuation index of child 0. */
+static rk_status score_rest(rk_session *s, rk_branch **children, int32_t n,
+                            int32_t at, const int32_t *const *continuations,
+                            float *const *logprobs, rk_error *err)
+{
+    rk_status status = RK_OK;
+    while (status == RK_OK) {
+        int32_t n_items = pending(s, children, n, s->step.items);
+        if (n_items == 0) {
+            break;
+        }
+        int32_t m = 0;
+        status = rk_step_open(s, s->step.items, n_items, NULL, err);
+        if (status != RK_OK) {
+            break;
+        }
+        status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
+        for (int32_t i = 0; i < n_items && status == RK_OK; i++) {
+            const rk_item *item = &s->step.items[i];
+            for (int32_t p = item->begin; p < item->end; p++) {
+                int32_t child = 0;
+                while (children[child] != item->branch) {
+                    child++;
+                }
+                s->outputs[m] = child;
+                s->step.source[m] = p - at + 1;
+                s->step.rows[m] = s->step.first_rows[i] + p - item->begin;
+                s->step.draws[m] = (rk_draw){
+                    .forced = continuations[child][p - at + 1]};
+                m++;
+            }
+        }
+        if (status == RK_OK) {
+            rk_forward_pick(&s->forward, s->step.rows, s->step.draws, m, true,
+                            s->step.picks);
+            for (int32_t j = 0; j < m; j++) {
+                logprobs[s->outputs[j]][s->step.source[j]] =
+                    s->step.picks[j].logprob;
+            }
+        }
+        rk_step_close(s, status == RK_OK);
+    }
+    return status;
+}
+
+/* How many continuations from i on fit a step together (one at least). */
+static int32_t group_size(const rk_session *s, const int32_t *lengths,
+                          int32_t i, int32_t n)
+{
+    int32_t rows = 0, j = i;
+    while (j < n && (j == i || rows + lengths[j] <= s->options.step_tokens)) {
+        rows += lengths[j++];
+    }
+    return j - i;
+}
+
+rk_status rk_session_score(rk_session *s, rk_branch *branch,
+                           const int32_t *const *continuations,
+                           const int32_t *lengths, int32_t n,
+                           float *const *logprobs, rk_error *err)
+{
+    rk_status status = rk_session_check_branch(branch, err);
+    for (int32_t i = 0; i < n && status == RK_OK; i++) {
+        status = rk_session_check_tokens(s, "continuation", continuations[i],
+                                         lengths[i], branch->n_tokens, err);
+    }
+    if (status == RK_OK && n > 0) {
+        status = score_first(s, branch, continuations, lengths, n, logprobs,
+                             err);
+    }
+    branch->pins++;
+    for (int32_t i = 0, size; i < n && status == RK_OK; i += size) {
+        size = group_size(s, lengths, i, n);
+        rk_branch **children = calloc((size_t)size, sizeof(rk_branch *));
+        if (children == NULL) {
+            status = rk_fail(err, RK_ENOMEM, "no memory to score");
+            break;
+        }
+        int32_t made = 0;
+        for (; made < size && status == RK_OK; made++) {
+            int32_t rest = lengths[i + made] > 0 ? lengths[i + made] - 1 : 0;
+            status = rk_tree_fork(&s->tree, &children[made], branch,
+                                  branch->n_tokens, continuations[i + made],
+                                  rest, made, err);
+        }
+        made -= status != RK_OK;
+        if (status == RK_OK) {
+            status = score_rest(s, children, size, branch->n_tokens,
+                                continuations + i, logprobs + i, err);
+        }
+        while (made > 0) {
+            rk_session_drop(s, children[--made]);
+        }
+        free(children);
+    }
+    branch->pins--;
+    return status;
+}
+
+/* ---- books --------------------------------------------------------------- */
+
+rk_stats rk_session_stats(const rk_session *s)
+{
+    rk_stats stats = s->stats;
+    stats.blocks = rk_kv_count(s->kv);
+    stats.block_bytes = (int64_t)rk_block_bytes(
+        &s->model.config, s->model.compute, s->options.block_tokens);
+    stats.block_tokens = s->options.block_tokens;
+    stats.n_branches = s->tree.n_branches;
+    stats.evictions = s->tree.evictions;
+    return stats;
+}
+
+rk_status rk_session_check(const rk_session *s, rk_error *err)
+{
+    return rk_tree_check(&s->tree, err);
+}
+
+const rk_model *rk_session_model(const rk_session *s)
+{
+    return &s->model;
+}

@@ -1,0 +1,228 @@
+/* A step: tokens of some branches, once through the model.
+ *
+ * open    room -> private blocks (copy-on-write) -> batch -> embeddings
+ * layers  one call a layer, a look at signals after each
+ * close   the books: what was computed stays or goes
+ *
+ * Prefill, decode, scoring, verification and probes are all steps; they differ
+ * in which rows they name and in what they do between layers.
+ */
+#include <string.h>
+
+#include "state.h"
+
+static void pin(const rk_item *items, int32_t n_items, int32_t by)
+{
+    for (int32_t i = 0; i < n_items; i++) {
+        items[i].branch->pins += by;
+    }
+}
+
+static rk_status make_room(rk_session *s, const rk_item *items,
+                           int32_t n_items, rk_error *err)
+{
+    int64_t needed = 0;
+    for (int32_t i = 0; i < n_items; i++) {
+        if (items[i].write) {
+            needed += rk_tree_blocks_needed(&s->tree, items[i].branch,
+                                            items[i].end);
+        }
+    }
+    rk_kv_counts counts = rk_kv_count(s->kv);
+    if (needed <= counts.total && rk_tree_evict(&s->tree, (int32_t)needed)) {
+        return RK_OK;
+    }
+    return rk_fail(err, RK_ECAPACITY,
+                   "kv_bytes: %lld more KV blocks of %d tokens are needed at "
+                   "once, %d of %d are free and no other can be evicted",
+                   (long long)needed, (int)s->options.block_tokens,
+                   (int)rk_kv_count(s->kv).free, (int)counts.total);
+}
+
+/* Blocks for one item; the KV of a replaced tail is copied. */
+static rk_status give_blocks(rk_session *s, const rk_item *item, rk_error *err)
+{
+    const rk_ops *ops = s->device->ops;
+    rk_branch *branch = item->branch;
+    int32_t had = branch->n_blocks, from, to;
+    rk_status status =
+        rk_tree_reserve(&s->tree, branch, item->end, &from, &to, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    if (s->options.poison) {
+        for (int32_t i = had; i < branch->n_blocks; i++) {
+            ops->kv_fill(s->device, branch->blocks[i], 0xff);
+        }
+        if (to >= 0) {
+            ops->kv_fill(s->device, to, 0xff);
+        }
+    }
+    if (from >= 0) {
+        ops->kv_copy(s->device, to, from);
+    }
+    return RK_OK;
+}
+
+static rk_status build(rk_session *s, rk_error *err)
+{
+    rk_step *step = &s->step;
+    for (int32_t i = 0; i < step->n_items; i++) {
+        const rk_item *item = &step->items[i];
+        step->spans[i] = (rk_span){
+            .tokens = item->branch->tokens + item->begin,
+            .position = item->begin,
+            .n_rows = item->end - item->begin,
+            .blocks = item->branch->blocks,
+            .write = item->write,
+        };
+    }
+    return rk_plan_build(s->plan, step->spans, step->n_items, &step->batch,
+                         step->first_rows, err);
+}
+
+rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
+                       float *x, rk_error *err)
+{
+    rk_step *step = &s->step;
+    pin(items, n_items, 1);
+    rk_status status = make_room(s, items, n_items, err);
+    step->n_items = 0;
+    for (int32_t i = 0; i < n_items && status == RK_OK; i++) {
+        if (items[i].write) {
+            status = give_blocks(s, &items[i], err);
+        }
+        step->items[i] = items[i];
+        step->n_items = i + 1;
+    }
+    if (status == RK_OK) {
+        status = build(s, err);
+    }
+    if (status != RK_OK) {
+        pin(items + step->n_items, n_items - step->n_items, -1);
+        rk_step_close(s, false);
+        return status;
+    }
+    rk_forward_begin(&s->forward, &step->batch, x);
+    s->clock++;
+    s->stats.steps++;
+    for (int32_t i = 0; i < n_items; i++) {
+        items[i].branch->last_use = s->clock;
+    }
+    return RK_OK;
+}
+
+rk_status rk_step_signal(const rk_session *s, rk_error *err)
+{
+    if (s->options.interrupted != NULL &&
+        s->options.interrupted(s->options.context)) {
+        return rk_fail(err, RK_EINTERRUPTED, "interrupted");
+    }
+    return RK_OK;
+}
+
+rk_status rk_step_layers(rk_session *s, int32_t from, int32_t to, float *x,
+                         rk_error *err)
+{
+    for (int32_t layer = from; layer < to; layer++) {
+        rk_forward_layer(&s->forward, layer, x != NULL ? x : s->forward.x,
+                         s->step.batch.n_rows);
+        rk_status status = rk_step_signal(s, err);
+        if (status != RK_OK) {
+            return status;
+        }
+    }
+    return RK_OK;
+}
+
+static void close_item(rk_session *s, const rk_item *item, bool commit)
+{
+    rk_branch *branch = item->branch;
+    branch->pins--;
+    if (!item->write) {
+        s->stats.tokens_recomputed += commit ? item->end - item->begin : 0;
+        return;
+    }
+    if (!commit) {
+        rk_tree_release(&s->tree, branch, branch->n_computed);
+        return;
+    }
+    int32_t again = branch->n_ever - item->begin;
+    again = again < 0 ? 0 : again;
+    again = again > item->end - item->begin ? item->end - item->begin : again;
+    s->stats.tokens_recomputed += again;
+    s->stats.tokens_computed += item->end - item->begin - again;
+    rk_tree_commit(&s->tree, branch, item->end);
+}
+
+rk_status rk_step_shrink(rk_session *s, const int32_t *keep, int32_t n,
+                         rk_error *err)
+{
+    rk_step *step = &s->step;
+    int32_t n_rows = 0, kept = 0;
+    for (int32_t i = 0; i < step->n_items; i++) {
+        if (kept < n && keep[kept] == i) {
+            kept++;
+        } else {
+            close_item(s, &step->items[i], false);
+            step->items[i].branch = NULL;
+        }
+    }
+    /* Which row of the old batch each remaining item begins at. */
+    for (int32_t i = 0; i < n; i++) {
+        step->items[i] = step->items[keep[i]];
+        step->rows[i] = step->first_rows[keep[i]];
+        n_rows += step->items[i].end - step->items[i].begin;
+    }
+    step->n_items = n;
+    if (n == 0) {
+        return RK_OK;
+    }
+    rk_status status = build(s, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    int32_t *from = s->step.source; /* old row of each new row; they rise */
+    for (int32_t i = 0; i < n; i++) {
+        int32_t rows = step->items[i].end - step->items[i].begin;
+        for (int32_t j = 0; j < rows; j++) {
+            from[step->first_rows[i] + j] = step->rows[i] + j;
+        }
+    }
+    s->device->ops->begin(s->device, &step->batch);
+    s->device->ops->gather(s->device, s->forward.x, s->forward.x, from, n_rows,
+                           s->model.config.width);
+    return RK_OK;
+}
+
+void rk_step_close(rk_session *s, bool commit)
+{
+    for (int32_t i = 0; i < s->step.n_items; i++) {
+        close_item(s, &s->step.items[i], commit);
+    }
+    s->step.n_items = 0;
+}
+
+rk_status rk_step_run(rk_session *s, const rk_item *items, int32_t n_items,
+                      const int32_t *output_items, const int32_t *back,
+                      const rk_draw *draws, int32_t n_outputs, rk_pick *picks,
+                      rk_error *err)
+{
+    rk_status status = rk_step_open(s, items, n_items, NULL, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
+    if (status == RK_OK && n_outputs > 0) {
+        const rk_step *step = &s->step;
+        for (int32_t i = 0; i < n_outputs; i++) {
+            const rk_item *item = &items[output_items[i]];
+            step->rows[i] = step->first_rows[output_items[i]] + item->end -
+                            item->begin - 1 - (back != NULL ? back[i] : 0);
+        }
+        rk_forward_pick(&s->forward, step->rows, draws, n_outputs, true,
+                        picks);
+    }
+    rk_step_close(s, status == RK_OK);
+    return status;
+}
