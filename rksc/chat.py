@@ -1,0 +1,93 @@
+"""Chat templates: jinja2 in its sandbox, with the names that templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Message = Mapping[str, Any]
+
+_MARK = "\N{END OF TEXT}rksc-continue\N{END OF TEXT}"
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    continue_final: bool = False,
+    **variables: Any,
+) -> str:
+    """The text that `template` makes of `messages` ({"role": ..., "content": ...}).
+
+    With `continue_final` the text ends where the last message's content ends, so that a
+    model goes on with it. ValueError tells what a template does not accept.
+    """
+    if not isinstance(messages, Sequence) or not messages or isinstance(messages, str):
+        raise ValueError("messages must be a list with at least one message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"messages[{i}] must be a dict with role and content")
+    turns = [dict(message) for message in messages]
+    if continue_final:
+        add_generation_prompt = False
+        if not isinstance(turns[-1].get("content"), str):
+            raise ValueError("the last message to continue must have a content")
+        turns[-1]["content"] += _MARK
+    from jinja2 import TemplateError
+
+    try:
+        text = _compile(template).render(
+            messages=turns, add_generation_prompt=add_generation_prompt, **variables
+        )
+    except (TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"chat template: {error}") from error
+    if not continue_final:
+        return text
+    if _MARK not in text:
+        raise ValueError("chat template: the last message's content does not appear as it is")
+    return text[: text.rindex(_MARK)]
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> Template:
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise ImportError("chat templates need jinja2: pip install rksc[hf]") from None
+
+    class Generation(Extension):
+        """{% generation %} marks what an assistant wrote; here it is only its content."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            next(parser.stream)
+            body: list[nodes.Node] = parser.parse_statements(
+                ("name:endgeneration",), drop_needle=True
+            )
+            return body
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+    def now(layout: str) -> str:
+        return datetime.now().strftime(layout)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = now
+    return environment.from_string(template)
