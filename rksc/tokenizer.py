@@ -258,11 +258,12 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     pipeline.no_padding()
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path) if config_path.is_file() else {}
-    names = {
-        key: value["content"] if isinstance(value, dict) else value
+    spelled = {
+        key: value.get("content") if isinstance(value, dict) else value
         for key, value in config.items()
-        if key.endswith("_token") and isinstance(value, (str, dict)) and value
+        if key.endswith("_token")
     }
+    names = {key: value for key, value in spelled.items() if isinstance(value, str)}
     bos_id, eos_id = (
         pipeline.token_to_id(names[key]) if key in names else None
         for key in ("bos_token", "eos_token")

