@@ -280,6 +280,15 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
 {
     rk_status status = RK_OK;
     int32_t n_pinned = 0;
+    for (int32_t i = 0; i < n; i++) {
+        for (int32_t j = 0; j < i; j++) {
+            if (branches[i] == branches[j]) {
+                return rk_fail(err, RK_EVALUE,
+                               "branches: branch %llu stands there twice",
+                               (unsigned long long)branches[i]->id);
+            }
+        }
+    }
     for (; n_pinned < n && status == RK_OK; n_pinned++) {
         branches[n_pinned]->pins++;
         s->stats.tokens_reused +=
@@ -395,7 +404,7 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
 }
 
 /* Compute children that hold continuations less their last token; each row
- * scores the token that follows it. offset: continuation index of child 0. */
+ * scores the token that follows it. at: where the continuations begin. */
 static rk_status score_rest(rk_session *s, rk_branch **children, int32_t n,
                             int32_t at, const int32_t *const *continuations,
                             float *const *logprobs, rk_error *err)
@@ -451,6 +460,36 @@ static int32_t group_size(const rk_session *s, const int32_t *lengths,
     return j - i;
 }
 
+/* The continuations of one group, as children that live only here. */
+static rk_status score_group(rk_session *s, rk_branch *branch,
+                             const int32_t *const *continuations,
+                             const int32_t *lengths, int32_t n,
+                             float *const *logprobs, rk_error *err)
+{
+    rk_branch **children = calloc((size_t)n, sizeof(rk_branch *));
+    if (children == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory to score");
+    }
+    rk_status status = RK_OK;
+    int32_t made = 0;
+    while (made < n && status == RK_OK) {
+        int32_t rest = lengths[made] > 0 ? lengths[made] - 1 : 0;
+        status = rk_tree_fork(&s->tree, &children[made], branch,
+                              branch->n_tokens, continuations[made], rest,
+                              made, err);
+        made += status == RK_OK;
+    }
+    if (status == RK_OK) {
+        status = score_rest(s, children, n, branch->n_tokens, continuations,
+                            logprobs, err);
+    }
+    while (made > 0) {
+        rk_session_drop(s, children[--made]);
+    }
+    free(children);
+    return status;
+}
+
 rk_status rk_session_score(rk_session *s, rk_branch *branch,
                            const int32_t *const *continuations,
                            const int32_t *lengths, int32_t n,
@@ -466,29 +505,17 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
                              err);
     }
     branch->pins++;
+    int32_t limit = n;
     for (int32_t i = 0, size; i < n && status == RK_OK; i += size) {
         size = group_size(s, lengths, i, n);
-        rk_branch **children = calloc((size_t)size, sizeof(rk_branch *));
-        if (children == NULL) {
-            status = rk_fail(err, RK_ENOMEM, "no memory to score");
-            break;
+        size = size < limit ? size : limit;
+        status = score_group(s, branch, continuations + i, lengths + i, size,
+                             logprobs + i, err);
+        if (status == RK_ECAPACITY && size > 1) {
+            limit = size / 2; /* fewer at a time may fit */
+            size = 0;
+            status = RK_OK;
         }
-        int32_t made = 0;
-        for (; made < size && status == RK_OK; made++) {
-            int32_t rest = lengths[i + made] > 0 ? lengths[i + made] - 1 : 0;
-            status = rk_tree_fork(&s->tree, &children[made], branch,
-                                  branch->n_tokens, continuations[i + made],
-                                  rest, made, err);
-        }
-        made -= status != RK_OK;
-        if (status == RK_OK) {
-            status = score_rest(s, children, size, branch->n_tokens,
-                                continuations + i, logprobs + i, err);
-        }
-        while (made > 0) {
-            rk_session_drop(s, children[--made]);
-        }
-        free(children);
     }
     branch->pins--;
     return status;

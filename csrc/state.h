@@ -79,6 +79,10 @@ rk_status rk_step_shrink(rk_session *s, const int32_t *keep, int32_t n,
 /* commit false: the rows' KV is forgotten. */
 void rk_step_close(rk_session *s, bool commit);
 
+/* Close, neither forgetting nor counting: the rows' KV is there for some
+ * layers, and the caller goes on with the same rows later. */
+void rk_step_suspend(rk_session *s);
+
 /* Open, all layers, the choice of n_outputs rows, close with commit.
  * Output i is the last row of items[output_items[i]] minus back[i] (NULL: 0);
  * draws and picks: (n_outputs,). */

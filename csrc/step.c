@@ -203,6 +203,12 @@ void rk_step_close(rk_session *s, bool commit)
     s->step.n_items = 0;
 }
 
+void rk_step_suspend(rk_session *s)
+{
+    pin(s->step.items, s->step.n_items, -1);
+    s->step.n_items = 0;
+}
+
 rk_status rk_step_run(rk_session *s, const rk_item *items, int32_t n_items,
                       const int32_t *output_items, const int32_t *back,
                       const rk_draw *draws, int32_t n_outputs, rk_pick *picks,

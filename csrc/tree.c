@@ -282,8 +282,8 @@ int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
     if (n_tokens <= branch->n_computed) {
         return 0;
     }
-    return blocks_of(tree, n_tokens) - branch->n_blocks +
-           (tail_is_foreign(tree, branch) ? 1 : 0);
+    int32_t more = blocks_of(tree, n_tokens) - branch->n_blocks;
+    return (more > 0 ? more : 0) + (tail_is_foreign(tree, branch) ? 1 : 0);
 }
 
 rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
