@@ -90,11 +90,11 @@ typedef struct rk_device rk_device;
 
 /* Sizes known at creation; they bound all scratch memory. */
 typedef struct rk_extent {
-    rk_type compute;        /* RK_F32 or RK_BF16 */
-    int32_t block_tokens;   /* power of two, 1 .. RK_TILE */
-    int64_t n_blocks;       /* of the KV pool; committed as they are used */
-    int32_t max_rows;       /* rows of a step */
-    int32_t max_outputs;    /* rows of one `pick` */
+    rk_type compute;      /* RK_F32 or RK_BF16 */
+    int32_t block_tokens; /* power of two, 1 .. RK_TILE */
+    int64_t n_blocks;     /* of the KV pool; committed as they are used */
+    int32_t max_rows;     /* rows of a step */
+    int32_t max_outputs;  /* rows of one `pick` */
 } rk_extent;
 
 typedef struct rk_ops {
@@ -102,8 +102,7 @@ typedef struct rk_ops {
     void *(*alloc)(rk_device *dev, size_t bytes); /* NULL: out of memory */
     void (*free)(rk_device *dev, void *memory);   /* takes NULL */
     void (*upload)(rk_device *dev, void *dst, const void *host, size_t bytes);
-    void (*download)(rk_device *dev, void *host, const void *src,
-                     size_t bytes);
+    void (*download)(rk_device *dev, void *host, const void *src, size_t bytes);
     void (*destroy)(rk_device *dev);
 
     /* -- KV pool: all layers of a block at once */
@@ -119,13 +118,13 @@ typedef struct rk_ops {
     /* out[i] = x[i] / sqrt(mean(x[i]^2) + norm_eps) * weight. The sum of
      * squares is float32 or wider; x: (n, width), out: act (n, width).
      * weight NULL: out[i] = x[i], converted to act and nothing else. */
-    void (*norm)(rk_device *dev, void *out, const float *x,
-                 const float *weight, int32_t n);
+    void (*norm)(rk_device *dev, void *out, const float *x, const float *weight,
+                 int32_t n);
     /* Project a: act (n_rows, width) by the layer's query, key, value (+bias);
      * rotate Q and K at the rows' positions; write K and V of rows with slot
      * >= 0 to the pool; out: act (n_rows, n_heads * head_dim) = rotated Q. */
-    void (*qkv)(rk_device *dev, void *out, const void *a,
-                const rk_layer *layer, int32_t layer_id);
+    void (*qkv)(rk_device *dev, void *out, const void *a, const rk_layer *layer,
+                int32_t layer_id);
     /* out: act (n_rows, n_heads * head_dim) = softmax(q k / sqrt(head_dim)) v
      * by the plan of the batch. */
     void (*attention)(rk_device *dev, void *out, const void *q,
@@ -185,6 +184,7 @@ typedef enum rk_isa {
     RK_ISA_AVX2,
     RK_ISA_AVX512,
     RK_ISA_AVX512_BF16,
+    RK_ISA_AMX,
     RK_N_ISAS
 } rk_isa;
 

@@ -101,8 +101,7 @@ void rk_forward_pick(rk_forward *f, const int32_t *rows, const rk_draw *draws,
         int32_t m = n - i < f->max_outputs ? n - i : f->max_outputs;
         head(f, rows + i, m, norm);
         dev->ops->pick(dev, f->picks, f->logits, draws + i, m);
-        dev->ops->download(dev, picks + i, f->picks,
-                           (size_t)m * sizeof *picks);
+        dev->ops->download(dev, picks + i, f->picks, (size_t)m * sizeof *picks);
     }
 }
 
@@ -115,8 +114,8 @@ void rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
                                  sizeof *logits);
 }
 
-void rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,
-                       bool norm, const int32_t ids[2], float *answers)
+void rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n, bool norm,
+                       const int32_t ids[2], float *answers)
 {
     rk_device *dev = f->device;
     const rk_ops *ops = dev->ops;

@@ -41,7 +41,7 @@ void rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
                        float *logits);
 
 /* float32 logits of two tokens; answers: host (n, 2). */
-void rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,
-                       bool norm, const int32_t ids[2], float *answers);
+void rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n, bool norm,
+                       const int32_t ids[2], float *answers);
 
 #endif

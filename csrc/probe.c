@@ -38,8 +38,7 @@ static size_t layer_at(const probe *p, int32_t layer)
 
 static void probe_free(probe *p)
 {
-    void *all[] = {p->sums,   p->means,  p->root,
-                   p->center, p->cosine, p->held};
+    void *all[] = {p->sums, p->means, p->root, p->center, p->cosine, p->held};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         p->s->device->ops->free(p->s->device, all[i]);
     }
@@ -94,10 +93,10 @@ static void mean_add(probe *p, int32_t layer, const float *x, int32_t first,
     int32_t to = end < first + n ? end : first + n;
     if (from < to) {
         size_t width = (size_t)p->s->model.config.width;
-        p->s->device->ops->mean(
-            p->s->device, p->means + layer_at(p, layer),
-            p->sums + layer_at(p, layer), x + (size_t)(from - first) * width,
-            to - from, end - begin);
+        p->s->device->ops->mean(p->s->device, p->means + layer_at(p, layer),
+                                p->sums + layer_at(p, layer),
+                                x + (size_t)(from - first) * width, to - from,
+                                end - begin);
     }
 }
 
@@ -143,8 +142,7 @@ rk_status rk_session_prompt_means(rk_session *s, const int32_t *tokens,
         status = branch_means(&p, branch, begin, end, err);
         if (status == RK_OK) {
             s->device->ops->download(s->device, means, p.means,
-                                     layer_at(&p, p.n_layers) *
-                                         sizeof *means);
+                                     layer_at(&p, p.n_layers) * sizeof *means);
         }
         probe_free(&p);
     }
@@ -160,8 +158,8 @@ static rk_status root_means(probe *p, rk_branch *root, int32_t begin,
     const rk_ops *ops = s->device->ops;
     rk_probe_memory *memory = &root->memory;
     size_t bytes = layer_at(p, p->n_layers) * sizeof(float);
-    if (memory->means != NULL && memory->begin == begin &&
-        memory->end == end && memory->n_layers >= p->n_layers) {
+    if (memory->means != NULL && memory->begin == begin && memory->end == end &&
+        memory->n_layers >= p->n_layers) {
         ops->upload(s->device, p->root, memory->means, bytes);
         return RK_OK;
     }
@@ -204,8 +202,8 @@ static void compare(probe *p, int32_t layer, const rk_asks *asks,
 /* Run all own rows [first, n_tokens) through layers [from, to): each chunk of
  * a step in turn. Chunks see the KV of the chunks before at the same layer.
  * The branch must be committed or dropped afterwards. */
-static rk_status run_rows(probe *p, rk_branch *own, int32_t first,
-                          int32_t from, int32_t to, rk_error *err)
+static rk_status run_rows(probe *p, rk_branch *own, int32_t first, int32_t from,
+                          int32_t to, rk_error *err)
 {
     rk_session *s = p->s;
     size_t width = (size_t)s->model.config.width;
@@ -290,9 +288,9 @@ static rk_status share(rk_session *s, rk_branch **out, rk_branch *root,
     rk_status status = rk_session_check_tokens(s, "suffix", suffix, n_suffix,
                                                root->n_tokens, err);
     if (status == RK_OK) {
-        status = rk_session_fork(s, out, root, -1, 1,
-                                 (const int32_t *const[]){suffix}, &n_suffix,
-                                 err);
+        status =
+            rk_session_fork(s, out, root, -1, 1,
+                            (const int32_t *const[]){suffix}, &n_suffix, err);
     }
     if (status == RK_OK && !equal) {
         (*out)->approximate = true;
@@ -306,8 +304,7 @@ static rk_status by_prefix(rk_session *s, rk_branch **out, rk_branch *root,
                            const double *weights, rk_gate_report *report,
                            rk_error *err)
 {
-    difference d =
-        differing(root, own->tokens, own->n_tokens, asks->pool_mean);
+    difference d = differing(root, own->tokens, own->n_tokens, asks->pool_mean);
     int32_t own_begin = d.begin < 0 ? d.own_end - 1 : d.begin;
     int32_t root_begin = d.begin < 0 ? d.root_end - 1 : d.begin;
     /* The decision must not depend on what the index happens to hold. */
@@ -324,8 +321,8 @@ static rk_status by_prefix(rk_session *s, rk_branch **out, rk_branch *root,
     p.held = s->device->ops->alloc(
         s->device, (size_t)(own->n_tokens - first) *
                        (size_t)s->model.config.width * sizeof(float));
-    status = p.held != NULL ? RK_OK
-                            : rk_fail(err, RK_ENOMEM, "no memory to probe");
+    status =
+        p.held != NULL ? RK_OK : rk_fail(err, RK_ENOMEM, "no memory to probe");
     own->pins++;
     root->pins++;
     if (status == RK_OK) {
@@ -338,8 +335,7 @@ static rk_status by_prefix(rk_session *s, rk_branch **out, rk_branch *root,
     if (status == RK_OK && report->gate == RK_GATE_ACCEPTED) {
         status = share(s, out, root, suffix, n_suffix, false, err);
     } else if (status == RK_OK) {
-        status = run_rows(&p, own, first, layer, s->model.config.n_layers,
-                          err);
+        status = run_rows(&p, own, first, layer, s->model.config.n_layers, err);
         own->n_computed = first;
         if (status == RK_OK) {
             s->stats.tokens_computed += own->n_tokens - first;
@@ -374,10 +370,9 @@ static rk_status by_suffix(rk_session *s, rk_branch **out, rk_branch *root,
             status = branch_means(&p, child, child->n_tokens - 1,
                                   child->n_tokens, err);
         }
-        report->own_token_layers =
-            (int64_t)n_suffix * s->model.config.n_layers;
-        for (int32_t l = 0; l < p.n_layers && status == RK_OK &&
-                            report->gate == RK_GATE_OPEN;
+        report->own_token_layers = (int64_t)n_suffix * s->model.config.n_layers;
+        for (int32_t l = 0;
+             l < p.n_layers && status == RK_OK && report->gate == RK_GATE_OPEN;
              l++) {
             compare(&p, l, asks, weights, report);
         }
@@ -395,8 +390,7 @@ static bool same_tokens(const rk_branch *root, const int32_t *tokens,
                         int32_t n_tokens)
 {
     return root->n_tokens == n_tokens &&
-           memcmp(root->tokens, tokens, (size_t)n_tokens * sizeof *tokens) ==
-               0;
+           memcmp(root->tokens, tokens, (size_t)n_tokens * sizeof *tokens) == 0;
 }
 
 static rk_status probe_and_share(rk_session *s, rk_branch **out,
@@ -410,12 +404,11 @@ static rk_status probe_and_share(rk_session *s, rk_branch **out,
         return rk_fail(err, RK_ENOMEM, "no memory to probe");
     }
     rk_asks_weights(weights, asks->probe_layers, asks->alpha);
-    rk_status status =
-        asks->probe == RK_PROBE_PREFIX
-            ? by_prefix(s, out, root, own, suffix, n_suffix, asks, weights,
-                        report, err)
-            : by_suffix(s, out, root, suffix, n_suffix, asks, weights, report,
-                        err);
+    rk_status status = asks->probe == RK_PROBE_PREFIX
+                           ? by_prefix(s, out, root, own, suffix, n_suffix,
+                                       asks, weights, report, err)
+                           : by_suffix(s, out, root, suffix, n_suffix, asks,
+                                       weights, report, err);
     free(weights);
     return status;
 }
@@ -435,16 +428,13 @@ rk_status rk_session_prefill_similar(rk_session *s, rk_branch **out,
     report->own_token_layers = report->root_token_layers = 0;
     rk_status status = rk_session_check_branch(root, err);
     if (status == RK_OK && n_tokens < 1) {
-        status = rk_fail(err, RK_EVALUE,
-                         "tokens: a prompt needs one at least");
+        status = rk_fail(err, RK_EVALUE, "tokens: a prompt needs one at least");
     }
     if (status == RK_OK && asks->probe == RK_PROBE_SUFFIX && n_suffix < 1) {
-        status = rk_fail(err, RK_EVALUE,
-                         "suffix: probe \"suffix\" needs one");
+        status = rk_fail(err, RK_EVALUE, "suffix: probe \"suffix\" needs one");
     }
     if (status == RK_OK) {
-        status = rk_session_check_tokens(s, "tokens", tokens, n_tokens, 0,
-                                         err);
+        status = rk_session_check_tokens(s, "tokens", tokens, n_tokens, 0, err);
     }
     if (status == RK_OK) {
         status = rk_session_check_tokens(s, "suffix", suffix, n_suffix,

@@ -16,7 +16,7 @@ extern "C" {
 /* One row of the type table. A tensor of n elements along its last dimension
  * takes n / block_elements * block_bytes bytes a row. */
 typedef struct rk_type_info {
-    const char *name;       /* "F32", "BF16", "Q4_K", ...; static storage */
+    const char *name; /* "F32", "BF16", "Q4_K", ...; static storage */
     rk_type type;
     int32_t block_elements; /* 1 for F32, F16, BF16 */
     int32_t block_bytes;

@@ -97,10 +97,10 @@ typedef struct rk_layer {
 /* Bound weights; every pointer is valid for the life of the session. */
 typedef struct rk_model {
     rk_config config;
-    rk_type compute;       /* RK_F32 or RK_BF16: activations' inputs and KV */
-    rk_matrix embedding;   /* (vocab_size, width) */
-    rk_matrix head;        /* (vocab_size, width) */
-    const float *norm;     /* (width,) */
+    rk_type compute;        /* RK_F32 or RK_BF16: activations' inputs and KV */
+    rk_matrix embedding;    /* (vocab_size, width) */
+    rk_matrix head;         /* (vocab_size, width) */
+    const float *norm;      /* (width,) */
     const rk_layer *layers; /* (n_layers,) */
 } rk_model;
 

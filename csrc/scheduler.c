@@ -21,17 +21,17 @@ struct rk_request {
     uint64_t id, group;
     rk_branch *branch; /* NULL once it was dropped */
     rk_generation_options options;
-    void *storage;      /* owns what options points to */
-    uint8_t *window;    /* last bytes of the text, for stop strings */
+    void *storage;   /* owns what options points to */
+    uint8_t *window; /* last bytes of the text, for stop strings */
     int32_t n_window, longest_stop;
-    int32_t n_before;   /* tokens of the branch at submission */
+    int32_t n_before; /* tokens of the branch at submission */
     double confidence_before;
     int32_t n_new;
-    double sum_top;     /* of top_prob over new tokens */
-    double confidence;  /* NaN before the first pick */
+    double sum_top;    /* of top_prob over new tokens */
+    double confidence; /* NaN before the first pick */
     rk_finish finish;
-    bool running;       /* admitted: the branch is pinned */
-    bool spent;         /* its record may go */
+    bool running; /* admitted: the branch is pinned */
+    bool spent;   /* its record may go */
 };
 
 /* ---- life ---------------------------------------------------------------- */
@@ -451,9 +451,9 @@ static rk_status take(rk_session *s, rk_request *request, const rk_pick *pick,
 static void end_idle(rk_session *s)
 {
     for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
-        if (active(r) && (r->options.max_new_tokens == 0 ||
-                          r->branch->n_tokens >=
-                              s->model.config.max_positions)) {
+        if (active(r) &&
+            (r->options.max_new_tokens == 0 ||
+             r->branch->n_tokens >= s->model.config.max_positions)) {
             event_add(&s->scheduler, r, NULL)->finish = RK_FINISH_LENGTH;
             retire(s, r, RK_FINISH_LENGTH);
         }
@@ -509,9 +509,8 @@ static rk_status run(rk_session *s, rk_request **owners, int32_t n_items,
             outputs[n_outputs++] = i;
         }
     }
-    rk_status status =
-        rk_step_run(s, step->items, n_items, outputs, NULL, step->draws,
-                    n_outputs, step->picks, err);
+    rk_status status = rk_step_run(s, step->items, n_items, outputs, NULL,
+                                   step->draws, n_outputs, step->picks, err);
     for (int32_t i = 0; i < n_outputs && status == RK_OK; i++) {
         status = take(s, owners[outputs[i]], &step->picks[i], err);
     }

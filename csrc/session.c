@@ -38,8 +38,8 @@ static rk_status step_create(rk_session *s, rk_error *err)
 static rk_status pool_size(const rk_session *s, int32_t *n_blocks,
                            rk_error *err)
 {
-    int64_t block = (int64_t)rk_block_bytes(
-        &s->model.config, s->model.compute, s->options.block_tokens);
+    int64_t block = (int64_t)rk_block_bytes(&s->model.config, s->model.compute,
+                                            s->options.block_tokens);
     int64_t n = s->options.kv_bytes / block;
     if (n < 1) {
         return rk_fail(err, RK_EVALUE,
@@ -97,9 +97,9 @@ rk_status rk_session_create(rk_session **out, const rk_model *model,
     };
     if ((status = rk_cpu_create(&s->device, &model->config, &extent,
                                 options->isa, options->n_threads, err)) ||
-        (status = rk_forward_create(&s->forward, s->device, &s->model,
-                                    options->step_tokens, RK_MAX_OUTPUTS,
-                                    err)) ||
+        (status =
+             rk_forward_create(&s->forward, s->device, &s->model,
+                               options->step_tokens, RK_MAX_OUTPUTS, err)) ||
         (status = rk_kv_create(&s->kv, n_blocks, options->block_tokens,
                                options->hash_bits, err)) ||
         (status = rk_plan_create(&s->plan, options->block_tokens, err))) {
@@ -127,9 +127,9 @@ void rk_session_free(rk_session *s)
     if (s->device != NULL) {
         s->device->ops->destroy(s->device);
     }
-    void *arrays[] = {s->step.items,  s->step.spans, s->step.first_rows,
-                      s->step.rows,   s->step.source, s->step.draws,
-                      s->step.picks,  s->owners,      s->outputs,
+    void *arrays[] = {s->step.items, s->step.spans,  s->step.first_rows,
+                      s->step.rows,  s->step.source, s->step.draws,
+                      s->step.picks, s->owners,      s->outputs,
                       s->scratch};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         free(arrays[i]);
@@ -164,9 +164,8 @@ rk_status rk_session_check_tokens(const rk_session *s, const char *field,
     }
     if (n_before + n_tokens > c->max_positions) {
         return rk_fail(err, RK_EVALUE,
-                       "%s: %lld tokens exceed the model's %d positions",
-                       field, (long long)(n_before + n_tokens),
-                       (int)c->max_positions);
+                       "%s: %lld tokens exceed the model's %d positions", field,
+                       (long long)(n_before + n_tokens), (int)c->max_positions);
     }
     return RK_OK;
 }
@@ -203,8 +202,7 @@ rk_status rk_session_prefill(rk_session *s, rk_branch **out,
 }
 
 rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
-                          int32_t at, int32_t n,
-                          const int32_t *const *suffixes,
+                          int32_t at, int32_t n, const int32_t *const *suffixes,
                           const int32_t *n_suffix, rk_error *err)
 {
     at = at < 0 ? parent->n_tokens : at;
@@ -217,15 +215,14 @@ rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
     }
     rk_status status = RK_OK;
     for (int32_t i = 0; i < n && suffixes != NULL && status == RK_OK; i++) {
-        status = rk_session_check_tokens(s, "suffix", suffixes[i],
-                                         n_suffix[i], at, err);
+        status = rk_session_check_tokens(s, "suffix", suffixes[i], n_suffix[i],
+                                         at, err);
     }
     int32_t made = 0;
     for (; made < n && status == RK_OK; made++) {
         status = rk_tree_fork(&s->tree, &out[made], parent, at,
                               suffixes != NULL ? suffixes[made] : NULL,
-                              suffixes != NULL ? n_suffix[made] : 0, made,
-                              err);
+                              suffixes != NULL ? n_suffix[made] : 0, made, err);
         if (status != RK_OK) {
             break;
         }
@@ -291,8 +288,7 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
     }
     for (; n_pinned < n && status == RK_OK; n_pinned++) {
         branches[n_pinned]->pins++;
-        s->stats.tokens_reused +=
-            rk_tree_revive(&s->tree, branches[n_pinned]);
+        s->stats.tokens_reused += rk_tree_revive(&s->tree, branches[n_pinned]);
     }
     while (status == RK_OK) {
         int32_t n_items = pending(s, branches, n, s->step.items);
@@ -360,8 +356,7 @@ rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *hidden,
     if (status != RK_OK) {
         return status;
     }
-    for (int32_t l = 0; l < s->model.config.n_layers && status == RK_OK;
-         l++) {
+    for (int32_t l = 0; l < s->model.config.n_layers && status == RK_OK; l++) {
         status = rk_step_layers(s, l, l + 1, NULL, err);
         s->device->ops->download(s->device, hidden + (size_t)l * width,
                                  s->forward.x, width * sizeof *hidden);
@@ -431,8 +426,8 @@ static rk_status score_rest(rk_session *s, rk_branch **children, int32_t n,
                 s->outputs[m] = child;
                 s->step.source[m] = p - at + 1;
                 s->step.rows[m] = s->step.first_rows[i] + p - item->begin;
-                s->step.draws[m] = (rk_draw){
-                    .forced = continuations[child][p - at + 1]};
+                s->step.draws[m] =
+                    (rk_draw){.forced = continuations[child][p - at + 1]};
                 m++;
             }
         }
@@ -466,7 +461,8 @@ static rk_status score_group(rk_session *s, rk_branch *branch,
                              const int32_t *lengths, int32_t n,
                              float *const *logprobs, rk_error *err)
 {
-    rk_branch **children = calloc((size_t)n, sizeof(rk_branch *));
+    rk_branch **children =
+        n < 1 ? NULL : calloc((size_t)n, sizeof(rk_branch *));
     if (children == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory to score");
     }
@@ -474,9 +470,9 @@ static rk_status score_group(rk_session *s, rk_branch *branch,
     int32_t made = 0;
     while (made < n && status == RK_OK) {
         int32_t rest = lengths[made] > 0 ? lengths[made] - 1 : 0;
-        status = rk_tree_fork(&s->tree, &children[made], branch,
-                              branch->n_tokens, continuations[made], rest,
-                              made, err);
+        status =
+            rk_tree_fork(&s->tree, &children[made], branch, branch->n_tokens,
+                         continuations[made], rest, made, err);
         made += status == RK_OK;
     }
     if (status == RK_OK) {
@@ -501,8 +497,8 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
                                          lengths[i], branch->n_tokens, err);
     }
     if (status == RK_OK && n > 0) {
-        status = score_first(s, branch, continuations, lengths, n, logprobs,
-                             err);
+        status =
+            score_first(s, branch, continuations, lengths, n, logprobs, err);
     }
     branch->pins++;
     int32_t limit = n;

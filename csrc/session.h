@@ -147,9 +147,9 @@ typedef enum rk_lens { RK_LENS_NONE = 0, RK_LENS_ANSWER, RK_LENS_FULL } rk_lens;
 
 typedef enum rk_outcome {
     RK_VERIFIED = 0,
-    RK_NOT_CONTENDER,  /* confidence < kappa * top */
-    RK_BOUND,          /* cannot win any more */
-    RK_SKIPPED_LEAD,   /* level 1 */
+    RK_NOT_CONTENDER, /* confidence < kappa * top */
+    RK_BOUND,         /* cannot win any more */
+    RK_SKIPPED_LEAD,  /* level 1 */
     RK_SKIPPED_RELATIVE_LEAD,
     RK_SKIPPED_ONE_CONTENDER,
 } rk_outcome;
@@ -193,8 +193,8 @@ typedef struct rk_gate_report {
     rk_gate gate;
     bool equal; /* same tokens: shared exactly, nothing was probed */
     double sigma;
-    int32_t n_layers; /* layers compared */
-    float *cosines;   /* caller's (probe_layers,) */
+    int32_t n_layers;          /* layers compared */
+    float *cosines;            /* caller's (probe_layers,) */
     int64_t own_token_layers;  /* tokens x layers run for this branch's probe */
     int64_t root_token_layers; /* and again for the root; 0 when remembered */
 } rk_gate_report;
@@ -210,7 +210,8 @@ rk_status rk_session_prefill_similar(rk_session *session, rk_branch **out,
                                      bool allowed, rk_gate_report *report,
                                      rk_error *err);
 
-/* ---- books ---------------------------------------------------------------- */
+/* ---- books ----------------------------------------------------------------
+ */
 
 typedef struct rk_stats {
     rk_kv_counts blocks;
@@ -221,7 +222,7 @@ typedef struct rk_stats {
     int64_t tokens_reused;     /* found by the exact index */
     int64_t tokens_forked;     /* shared by forks */
     int64_t steps;
-    int64_t evictions;     /* blocks */
+    int64_t evictions;                /* blocks */
     int64_t layers_run, layers_saved; /* verification rows x layers */
     int64_t verifications, verifications_skipped, exits;
     int64_t gate_accepted, gate_rejected;

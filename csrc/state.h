@@ -56,7 +56,7 @@ struct rk_session {
     int32_t *outputs;    /* (step_tokens,) scratch: items that give a token */
     double *scratch;     /* (step_tokens,) */
     uint64_t clock;      /* steps so far */
-    rk_stats stats; /* the counters among them */
+    rk_stats stats;      /* the counters among them */
 };
 
 /* ---- step.c -------------------------------------------------------------- */

@@ -18,14 +18,14 @@ static void pin(const rk_item *items, int32_t n_items, int32_t by)
     }
 }
 
-static rk_status make_room(rk_session *s, const rk_item *items,
-                           int32_t n_items, rk_error *err)
+static rk_status make_room(rk_session *s, const rk_item *items, int32_t n_items,
+                           rk_error *err)
 {
     int64_t needed = 0;
     for (int32_t i = 0; i < n_items; i++) {
         if (items[i].write) {
-            needed += rk_tree_blocks_needed(&s->tree, items[i].branch,
-                                            items[i].end);
+            needed +=
+                rk_tree_blocks_needed(&s->tree, items[i].branch, items[i].end);
         }
     }
     rk_kv_counts counts = rk_kv_count(s->kv);
@@ -226,8 +226,7 @@ rk_status rk_step_run(rk_session *s, const rk_item *items, int32_t n_items,
             step->rows[i] = step->first_rows[output_items[i]] + item->end -
                             item->begin - 1 - (back != NULL ? back[i] : 0);
         }
-        rk_forward_pick(&s->forward, step->rows, draws, n_outputs, true,
-                        picks);
+        rk_forward_pick(&s->forward, step->rows, draws, n_outputs, true, picks);
     }
     rk_step_close(s, status == RK_OK);
     return status;

@@ -246,12 +246,12 @@ int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
     int32_t limit = (branch->n_tokens - 1) / tree->block_tokens;
     int32_t have = branch->n_computed / tree->block_tokens;
     rk_error ignored;
-    if (limit <= have || grow(&branch->blocks, &branch->blocks_capacity,
-                              limit, &ignored) != RK_OK) {
+    if (limit <= have || grow(&branch->blocks, &branch->blocks_capacity, limit,
+                              &ignored) != RK_OK) {
         return 0;
     }
-    int32_t found = rk_kv_lookup(tree->kv, branch->tokens,
-                                 branch->n_tokens, limit);
+    int32_t found =
+        rk_kv_lookup(tree->kv, branch->tokens, branch->n_tokens, limit);
     if (found <= have) {
         return 0;
     }
@@ -365,8 +365,8 @@ static int32_t tails_collect(rk_tree *tree)
             tree->tails[n++] = (rk_tail){
                 .block = b->blocks[b->n_blocks - 1],
                 .branch = b,
-                .rank = {.omega = rk_rsbcm_omega(b->score, b->confidence,
-                                                 b->depth),
+                .rank = {.omega =
+                             rk_rsbcm_omega(b->score, b->confidence, b->depth),
                          .last_use = b->last_use,
                          .id = b->id},
             };

@@ -42,8 +42,8 @@ static void last_rows(const pass *p)
 {
     const rk_step *step = &p->s->step;
     for (int32_t i = 0; i < step->n_items; i++) {
-        step->rows[i] = step->first_rows[i] + step->items[i].end -
-                        step->items[i].begin - 1;
+        step->rows[i] =
+            step->first_rows[i] + step->items[i].end - step->items[i].begin - 1;
         step->draws[i] = (rk_draw){.forced = p->v->yes};
     }
 }
@@ -52,8 +52,8 @@ static void read_answers(const pass *p, bool norm)
 {
     const int32_t ids[2] = {p->v->yes, p->v->no};
     last_rows(p);
-    rk_forward_answer(&p->s->forward, p->s->step.rows, p->s->step.n_items,
-                      norm, ids, p->answers);
+    rk_forward_answer(&p->s->forward, p->s->step.rows, p->s->step.n_items, norm,
+                      ids, p->answers);
 }
 
 /* The whole distribution at the open items' last rows into step.picks. */
@@ -74,10 +74,10 @@ static void settle(const pass *p, int32_t i, int32_t layers, bool with_mass)
     verdict->no_logit = (float)no;
     verdict->score = sigmoid(yes - no);
     verdict->layers = layers;
-    verdict->mass =
-        with_mass ? fmin(1.0, exp((double)p->s->step.picks[i].logprob) *
-                                  (1.0 + exp(no - yes)))
-                  : NAN;
+    verdict->mass = with_mass
+                        ? fmin(1.0, exp((double)p->s->step.picks[i].logprob) *
+                                        (1.0 + exp(no - yes)))
+                        : NAN;
 }
 
 /* Level 2 after layer `layer` (from 1): who is sure leaves. */
@@ -97,8 +97,8 @@ static rk_status lens(pass *p, int32_t layer, rk_error *err)
         read_distribution(p, p->v->lens_norm);
     }
     for (int32_t i = 0; i < step->n_items; i++) {
-        double score = sigmoid((double)p->answers[2 * i] -
-                               (double)p->answers[2 * i + 1]);
+        double score =
+            sigmoid((double)p->answers[2 * i] - (double)p->answers[2 * i + 1]);
         double entropy =
             full ? (double)step->picks[i].entropy : binary_entropy(score);
         double *previous = &p->previous[p->places[i]];
@@ -124,8 +124,7 @@ static rk_status run_layers(pass *p, rk_error *err)
     rk_session *s = p->s;
     int32_t n_layers = s->model.config.n_layers;
     bool looking = p->v->shortcuts && p->v->lens != RK_LENS_NONE;
-    for (int32_t layer = 1; layer <= n_layers && s->step.n_items > 0;
-         layer++) {
+    for (int32_t layer = 1; layer <= n_layers && s->step.n_items > 0; layer++) {
         rk_status status = rk_step_layers(s, layer - 1, layer, NULL, err);
         if (status == RK_OK && looking &&
             rk_cgee_check(&p->v->cgee, layer, n_layers)) {
@@ -166,9 +165,9 @@ static rk_status run_pass(pass *p, rk_branch **children, rk_error *err)
 }
 
 /* Verify branches[0 .. n) in one pass; n of them fit in a step. */
-static rk_status verify_together(rk_session *s, rk_branch **children,
-                                 int32_t n, const rk_verification *v,
-                                 rk_verdict *verdicts, rk_error *err)
+static rk_status verify_together(rk_session *s, rk_branch **children, int32_t n,
+                                 const rk_verification *v, rk_verdict *verdicts,
+                                 rk_error *err)
 {
     size_t count = (size_t)n;
     pass p = {
@@ -197,9 +196,8 @@ static rk_status verify_together(rk_session *s, rk_branch **children,
 
 /* A child with the prompt appended; only what fits one step is left to
  * compute. */
-static rk_status make_child(rk_session *s, rk_branch **child,
-                            rk_branch *branch, const rk_verification *v,
-                            rk_error *err)
+static rk_status make_child(rk_session *s, rk_branch **child, rk_branch *branch,
+                            const rk_verification *v, rk_error *err)
 {
     int32_t room = s->options.step_tokens - v->n_prompt;
     rk_status status = RK_OK;
@@ -318,16 +316,16 @@ static rk_status verify_in_order(rk_session *s, rk_branch *const *branches,
             able++;
         }
         if (able > 0) {
-            status = verify_batch(s, branches, order + i, able, v, verdicts,
-                                  err);
+            status =
+                verify_batch(s, branches, order + i, able, v, verdicts, err);
         }
         for (int32_t j = 0; j < size; j++) {
             int32_t b = order[i + j];
             if (j >= able) {
                 verdicts[b].outcome = RK_BOUND;
             } else if (status == RK_OK) {
-                best = fmax(best, rk_cgee_mark(verdicts[b].score,
-                                               confidence[b]));
+                best =
+                    fmax(best, rk_cgee_mark(verdicts[b].score, confidence[b]));
             }
         }
     }
@@ -368,9 +366,9 @@ static rk_status check(rk_session *s, rk_branch *const *branches, int32_t n,
     for (int32_t i = 0; i < n && status == RK_OK; i++) {
         status = rk_session_check_branch(branches[i], err);
         if (status == RK_OK) {
-            status = rk_session_check_tokens(s, "prompt", v->prompt,
-                                             v->n_prompt,
-                                             branches[i]->n_tokens, err);
+            status =
+                rk_session_check_tokens(s, "prompt", v->prompt, v->n_prompt,
+                                        branches[i]->n_tokens, err);
         }
     }
     return status;
@@ -394,9 +392,8 @@ rk_status rk_session_verify(rk_session *s, rk_branch *const *branches,
     } else {
         for (int32_t i = 0; i < n; i++) {
             /* A branch that generated nothing is as sure as can be. */
-            confidence[i] = isnan(branches[i]->confidence)
-                                ? 1.0
-                                : branches[i]->confidence;
+            confidence[i] =
+                isnan(branches[i]->confidence) ? 1.0 : branches[i]->confidence;
             order[i] = i;
             verdicts[i] = (rk_verdict){.outcome = RK_NOT_CONTENDER,
                                        .score = NAN,
@@ -404,8 +401,8 @@ rk_status rk_session_verify(rk_session *s, rk_branch *const *branches,
                                        .yes_logit = NAN,
                                        .no_logit = NAN};
         }
-        status = verify_in_order(s, branches, n, v, confidence, order,
-                                 verdicts, err);
+        status = verify_in_order(s, branches, n, v, confidence, order, verdicts,
+                                 err);
     }
     if (status == RK_OK) {
         keep_scores(s, branches, n, verdicts);

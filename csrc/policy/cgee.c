@@ -100,8 +100,7 @@ bool rk_cgee_exit(const rk_cgee *cgee, int32_t layer, int32_t n_layers,
            fabs(entropy - previous) < cgee->epsilon;
 }
 
-int32_t rk_cgee_select(const double *score, const double *confidence,
-                       int32_t n)
+int32_t rk_cgee_select(const double *score, const double *confidence, int32_t n)
 {
     int32_t best = -1;
     for (int32_t i = 0; i < n; i++) {

@@ -12,7 +12,7 @@ typedef struct rk_cgee {
     int32_t min_steps;
     double stop_top, stop_lead;
     /* level 1: skip verification; the two `top`s > 1 switch it off */
-    double skip_top, skip_lead;             /* absolute lead */
+    double skip_top, skip_lead;                   /* absolute lead */
     double skip_top_relative, skip_lead_relative; /* lead / top */
     double kappa;         /* contenders: confidence >= kappa * top; 0: all */
     int32_t verify_batch; /* branches verified at a time, >= 1 */
