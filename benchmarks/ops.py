@@ -20,9 +20,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-import native  # noqa: E402
-from native import RK_BF16, RK_F32  # noqa: E402
-from oprig import Array, Plan, Rig, Row, Shape, act, library, matrix  # noqa: E402
+import native
+from native import RK_BF16, RK_F32
+from oprig import Array, Plan, Rig, Row, Shape, act, library, matrix
 
 SMOL = [(576, 576), (1536, 576), (576, 1536), (49152, 576)]
 WIDE = [(4096, 4096), (14336, 4096)]
@@ -136,7 +136,9 @@ def bench_rows(rig: Rig, compute: int) -> None:
         x = rng.standard_normal((m, 576)).astype(np.float32)
         out = np.zeros_like(x)
         args = (out.ctypes.data, x.ctypes.data, weight.ctypes.data, m)
-        report(f"norm {m} x 576", median(lambda _, args=args: rig.norm(*args)), 4.0 * x.size, x.nbytes)
+        report(
+            f"norm {m} x 576", median(lambda _, args=args: rig.norm(*args)), 4.0 * x.size, x.nbytes
+        )
     logits = rng.standard_normal((8, 49152)).astype(np.float32)
     out = np.zeros((8, 6), np.float32)
     for name, fields in {
@@ -168,7 +170,7 @@ def main() -> None:
     shape = Shape(
         n_layers=1,
         width=576,
-        ffn_width=1536,
+        ffn_width=4096,  # the widest product below
         n_heads=9,
         n_kv_heads=3,
         head_dim=64,

@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "csrc"
@@ -272,7 +272,7 @@ class DeviceHead(c.Structure):
     _fields_ = [("ops", c.POINTER(Ops))]
 
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 def isas(library: c.CDLL) -> list[int]:
@@ -307,7 +307,7 @@ class Device:
             self._ops.destroy(self._memory)
             self._memory = c.c_void_p()
 
-    def __enter__(self) -> Device:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

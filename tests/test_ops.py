@@ -7,6 +7,7 @@ the parametrised numbers, so a failure names its own.
 from __future__ import annotations
 
 import ctypes as c
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_linear(kind: tuple[int, int], m: int, n: int, k: int) -> None:
     old = rng.standard_normal((m, n)).astype(np.float32)
     product = value(a) @ value(w).T
     bound = 2.0**-21 * (np.abs(value(a)) @ np.abs(value(w)).T + 4)
-    with Rig(Shape(), compute, isa, 2) as rig:
+    with Rig(Shape(width=k), compute, isa, 2) as rig:
         close(linear(rig, a, matrix(w)), product, bound)
         close(linear(rig, a, matrix(w, bias)), product + bias, bound)
         close(linear(rig, a, matrix(w), old), product + old, bound)
@@ -87,7 +88,8 @@ def test_linear_row_alone(kind: tuple[int, int], n: int, k: int) -> None:
     rng = np.random.default_rng(n)
     a = act(rng.standard_normal((150, k)), compute)
     w = matrix(keep := act(rng.standard_normal((n, k)), compute))
-    with Rig(Shape(), compute, isa, 1) as one, Rig(Shape(), compute, isa, 3) as three:
+    shape = Shape(width=k)
+    with Rig(shape, compute, isa, 1) as one, Rig(shape, compute, isa, 3) as three:
         whole = linear(one, a, w)
         for rig in (one, three):
             for m in (1, 2, 3, 4, 5, 6, 7, 8, 31, 64, 65, 150):
@@ -218,7 +220,7 @@ def test_mean_carries(kind: tuple[int, int]) -> None:
         for cuts in ([0, 50], [0, 1, 17, 50]):
             total = np.zeros(48)
             out = Output((48,), np.float32)
-            for i, j in zip(cuts, cuts[1:], strict=False):
+            for i, j in itertools.pairwise(cuts):
                 rig.mean(out.address, total.ctypes.data, x[i:].ctypes.data, j - i, 50)
             results.append(out.get())
         assert np.array_equal(*results)

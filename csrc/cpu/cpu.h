@@ -11,6 +11,9 @@
 
 #include "backend.h"
 
+/* Activation rows of a packed group. */
+#define CPU_PACK_ROWS 16
+
 /* ---- kernels: one table per instruction set ----------------------------- */
 
 /* out[i * out_stride + j] = a_i . w_j + bias[j] (+ what was there), for
@@ -46,6 +49,10 @@ typedef struct cpu_partial {
 typedef struct cpu_kernels {
     /* [0]: float32, [1]: bf16 activations, weights and KV */
     void (*product[2])(const cpu_product *job);
+    /* NULL, or: bf16 products want `a` packed in groups of CPU_PACK_ROWS rows
+     * of packed_bytes(k) each, the last one with fewer rows. */
+    void (*pack)(void *out, const void *a, int32_t rows, int32_t k);
+    size_t (*packed_bytes)(int32_t k);
     /* act row of n values from float32 */
     void (*convert[2])(void *out, const float *x, int32_t n);
     void (*norm[2])(void *out, const float *x, const float *weight, float eps,
@@ -93,6 +100,7 @@ extern const cpu_kernels cpu_kernels_portable;
 extern const cpu_kernels cpu_kernels_avx2;
 extern const cpu_kernels cpu_kernels_avx512;
 extern const cpu_kernels cpu_kernels_avx512_bf16;
+extern const cpu_kernels cpu_kernels_amx;
 #endif
 
 /* The table of a supported instruction set. */
@@ -137,6 +145,8 @@ typedef struct cpu_device {
     char *kv; /* n_blocks * block_bytes, mapped, committed when touched */
     size_t kv_bytes;
     int64_t block_bytes, layer_bytes; /* of one block, of one layer in it */
+
+    char *packed; /* activations of one product; NULL: not wanted */
 
     char *scratch; /* n_threads * scratch_bytes */
     size_t scratch_bytes;
@@ -188,6 +198,7 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
 void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
              int32_t layer_id);
 size_t cpu_product_scratch(const cpu_device *dev);
+size_t cpu_product_packed_bytes(const cpu_device *dev);
 
 /* attention.c */
 void cpu_attention(rk_device *base, void *out, const void *q,

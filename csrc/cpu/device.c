@@ -102,6 +102,7 @@ static void device_destroy(rk_device *base)
         munmap(dev->partials, dev->partials_bytes);
     }
     free((void *)dev->config.inv_freq);
+    free(dev->packed);
     free(dev->scratch);
     free(dev->cosine);
     free(dev->sine);
@@ -188,6 +189,12 @@ static bool allocate(cpu_device *dev)
     memcpy(inv_freq, dev->config.inv_freq, half * sizeof *inv_freq);
     dev->config.inv_freq = inv_freq;
 
+    if (dev->bf16 && dev->kernels->pack != NULL) {
+        dev->packed = device_alloc(base, cpu_product_packed_bytes(dev));
+        if (dev->packed == NULL) {
+            return false;
+        }
+    }
     size_t scratch = larger(cpu_product_scratch(dev),
                             cpu_attention_scratch(dev));
     scratch = larger(scratch, cpu_rows_scratch(dev));

@@ -8,6 +8,10 @@
 #include <unistd.h>
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 #include "cpu.h"
@@ -15,9 +19,25 @@
 const char *rk_isa_name(rk_isa isa)
 {
     static const char *const names[RK_N_ISAS] = {"portable", "avx2", "avx512",
-                                                 "avx512_bf16"};
+                                                 "avx512_bf16", "amx"};
     return (unsigned)isa < RK_N_ISAS ? names[isa] : "unknown";
 }
+
+#if defined(__x86_64__)
+/* AMX-TILE and AMX-BF16 by the processor, and the system's leave to use the
+ * tile registers, which a process must ask for once (Linux 5.16). */
+static bool amx_granted(void)
+{
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    unsigned a, b, c, d;
+    const unsigned bf16 = 1u << 22, tile = 1u << 24;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16) &&
+           (d & tile) && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 
 /* __builtin_cpu_supports also asks whether the system saves the registers. */
 bool rk_isa_supported(rk_isa isa)
@@ -39,6 +59,8 @@ bool rk_isa_supported(rk_isa isa)
         return avx512;
     case RK_ISA_AVX512_BF16:
         return avx512 && __builtin_cpu_supports("avx512bf16");
+    case RK_ISA_AMX:
+        return avx512 && __builtin_cpu_supports("avx512bf16") && amx_granted();
     default:
         return false;
     }
@@ -66,6 +88,8 @@ const cpu_kernels *cpu_kernels_of(rk_isa isa)
         return &cpu_kernels_avx512;
     case RK_ISA_AVX512_BF16:
         return &cpu_kernels_avx512_bf16;
+    case RK_ISA_AMX:
+        return &cpu_kernels_amx;
 #endif
     default:
         return &cpu_kernels_portable;

@@ -11,7 +11,7 @@
 #include "cpu.h"
 
 #define STEP 64
-#define SLICE_BYTES 32768 /* of weights in a unit, when rows are few */
+#define SLICE_BYTES 40000 /* of weights in a unit, when rows are few */
 
 /* How w->rows outputs and n rows are cut. */
 typedef struct cut {
@@ -24,7 +24,7 @@ static cut cut_product(const cpu_device *dev, int32_t m, int32_t n, int32_t k)
     c.m_units = cpu_ceil_div(m, STEP);
     if (c.m_units == 1) {
         int64_t rows = SLICE_BYTES / ((int64_t)k * (int64_t)dev->act_bytes);
-        c.n_step = cpu_max(8, (int32_t)(rows < STEP ? rows : STEP) & ~7);
+        c.n_step = cpu_max(16, (int32_t)(rows < STEP ? rows : STEP) & ~15);
     }
     c.n_units = c.m_units * cpu_ceil_div(n, c.n_step);
     return c;
@@ -44,16 +44,64 @@ static range unit_range(const cut *c, int32_t m, int32_t n, int32_t unit)
     return r;
 }
 
-/* The part `r` of a w^T + bias to out, whose rows lie out_stride apart. */
+/* ---- packing ---------------------------------------------------------------- */
+
+typedef struct pack_job {
+    const cpu_device *dev;
+    const void *a;
+    int32_t n, k;
+} pack_job;
+
+static void pack_unit(void *argument, int32_t unit, int32_t thread)
+{
+    const pack_job *job = argument;
+    const cpu_device *dev = job->dev;
+    const int32_t row = unit * CPU_PACK_ROWS;
+    (void)thread;
+    dev->kernels->pack(
+        dev->packed + (size_t)unit * dev->kernels->packed_bytes(job->k),
+        (const char *)job->a + (int64_t)row * job->k * (int64_t)dev->act_bytes,
+        cpu_min(CPU_PACK_ROWS, job->n - row), job->k);
+}
+
+/* a: act (n, k) in the form that products want it. Valid until the next one.
+ */
+static const void *prepare(const cpu_device *dev, const void *a, int32_t n,
+                           int32_t k)
+{
+    if (dev->packed == NULL) {
+        return a;
+    }
+    pack_job job = {dev, a, n, k};
+    cpu_pool_run(dev->pool, pack_unit, &job, cpu_ceil_div(n, CPU_PACK_ROWS));
+    return dev->packed;
+}
+
+size_t cpu_product_packed_bytes(const cpu_device *dev)
+{
+    const rk_config *c = &dev->config;
+    int32_t k = cpu_max(cpu_max(c->width, c->ffn_width),
+                        c->n_heads * c->head_dim);
+    int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
+    return (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
+           dev->kernels->packed_bytes(k);
+}
+
+/* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
+ * `prepare`d, r->m_begin a multiple of CPU_PACK_ROWS. */
 static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
                      const void *a, const rk_matrix *w, const range *r,
                      bool accumulate)
 {
     const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
+    const int64_t a_bytes =
+        dev->packed == NULL ? r->m_begin * row_bytes
+                            : r->m_begin / CPU_PACK_ROWS *
+                                  (int64_t)dev->kernels->packed_bytes(w->cols);
     cpu_product job = {
         .out = out,
         .out_stride = out_stride,
-        .a = (const char *)a + r->m_begin * row_bytes,
+        .a = (const char *)a + a_bytes,
         .w = (const char *)w->data + r->n_begin * row_bytes,
         .bias = w->bias != NULL ? w->bias + r->n_begin : NULL,
         .m = r->m,
@@ -90,7 +138,7 @@ void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
                 int32_t n, bool accumulate)
 {
     cpu_device *dev = (cpu_device *)base;
-    linear_job job = {dev, out, a,          w,
+    linear_job job = {dev, out, prepare(dev, a, n, w->cols), w,
                       n,   accumulate, cut_product(dev, n, w->rows, w->cols)};
     cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
 }
@@ -126,7 +174,7 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
                 const rk_matrix *gate, const rk_matrix *up, int32_t n)
 {
     cpu_device *dev = (cpu_device *)base;
-    swiglu_job job = {dev, out, a, gate, up, n,
+    swiglu_job job = {dev, out, prepare(dev, a, n, gate->cols), gate, up, n,
                       cut_product(dev, n, gate->rows, 2 * gate->cols)};
     cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
 }
@@ -225,8 +273,9 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
              int32_t layer_id)
 {
     cpu_device *dev = (cpu_device *)base;
-    qkv_job job = {dev,      out, a, layer,
-                   layer_id, cpu_ceil_div(dev->batch.n_rows, STEP)};
+    qkv_job job = {dev, out,
+                   prepare(dev, a, dev->batch.n_rows, layer->query.cols),
+                   layer, layer_id, cpu_ceil_div(dev->batch.n_rows, STEP)};
     cpu_pool_run(dev->pool, qkv_unit, &job,
                  job.m_units *
                      (dev->config.n_heads + 2 * dev->config.n_kv_heads));

@@ -31,6 +31,7 @@ step_f32(vf acc[ROWS][COLUMNS_MAX], const float *a, const float *w, int64_t k,
     }
 }
 
+#if !defined(OWN_PRODUCT_BF16)
 static inline __attribute__((always_inline)) void
 step_bf16(vf acc[ROWS][COLUMNS_MAX], const uint16_t *a, const uint16_t *w,
           int64_t k, int rows, int columns, int tail)
@@ -72,6 +73,7 @@ step_bf16(vf acc[ROWS][COLUMNS_MAX], const uint16_t *a, const uint16_t *w,
     }
 #endif
 }
+#endif
 
 /* Sums of 4 weight rows and one activation row to out[0..3]. */
 static inline void put4(float *out, const vf acc[ROWS][COLUMNS_MAX], int c,
@@ -172,4 +174,6 @@ static inline void put1(float *out, vf acc, const float *bias, bool accumulate)
 #define CASES_2(TYPE)
 
 DEFINE_BLOCK(f32, float, LANES)
+#if !defined(OWN_PRODUCT_BF16)
 DEFINE_BLOCK(bf16, uint16_t, 2 * LANES)
+#endif

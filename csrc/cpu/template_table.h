@@ -1,6 +1,14 @@
-/* The table of one instruction set; the including file names it TABLE. */
+/* The table of one instruction set; the including file names it TABLE, and
+ * PACK_ROWS and PACKED_BYTES where products want packed activations. */
+#if !defined(PACK_ROWS)
+#define PACK_ROWS NULL
+#define PACKED_BYTES NULL
+#endif
+
 const cpu_kernels TABLE = {
     .product = {product_f32, product_bf16},
+    .pack = PACK_ROWS,
+    .packed_bytes = PACKED_BYTES,
     .convert = {row_convert_f32, row_convert_bf16},
     .norm = {row_norm_f32, row_norm_bf16},
     .swiglu = {row_swiglu_f32, row_swiglu_bf16},

@@ -1,0 +1,269 @@
+/* Kernels for AMX-BF16: bf16 products in tiles, the rest as AVX-512 BF16.
+ *
+ * A tile product adds sixteen weight rows by sixteen activation rows over 32
+ * elements of K. Weights are the first operand, straight from where they lie;
+ * activations are the second and packed beforehand: for each group of sixteen
+ * rows and each 32 elements of K one tile of 1 KiB, (16 pairs, 16 rows, 2),
+ * zeros where there is no row or element. K runs upwards in steps of 32 from 0
+ * for every output: that is the one order of accumulation. Results leave
+ * transposed (weight rows are tile rows) and are turned in registers.
+ */
+#if defined(__x86_64__)
+#include "vector_avx512.h"
+
+#define HAS_DOT 1
+INLINE vb vb_set1(uint32_t pair)
+{
+    return _mm512_set1_epi32((int)pair);
+}
+
+INLINE vf vf_dot(vf acc, vb a, vb b)
+{
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+}
+
+#define OWN_PRODUCT_BF16
+#include "template_product.h"
+#include "template_rows.h"
+#include "template_attention.h"
+
+/* ---- tiles ------------------------------------------------------------------- */
+
+#define SIDE 16             /* rows of a tile, and 4-byte columns */
+#define DEPTH 32            /* elements of K in a tile */
+#define TILE_BYTES 1024
+#define BARRIER() __asm__ volatile("" ::: "memory") /* tiles read memory */
+
+/* Tiles 0 .. 3: sums, (weights 2, activations 2); 4, 5: weights; 6, 7:
+ * activations. `rows` of weights in a tile. */
+static void configure(int rows)
+{
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } layout = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        layout.row_bytes[i] = 64;
+        layout.rows[i] = (uint8_t)(i < 6 ? rows : SIDE);
+    }
+    BARRIER();
+    __asm__ volatile("" ::"m"(layout));
+    _tile_loadconfig(&layout);
+}
+
+/* x[i][j] becomes x[j][i]. */
+INLINE void transpose(__m512 x[SIDE])
+{
+    __m512 t[SIDE];
+    UNROLL
+    for (int i = 0; i < SIDE; i += 2) {
+        t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    UNROLL
+    for (int i = 0; i < SIDE; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            __m512d a = _mm512_castps_pd(t[i + j]);
+            __m512d b = _mm512_castps_pd(t[i + j + 2]);
+            x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    UNROLL
+    for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+/* ---- packing ------------------------------------------------------------------ */
+
+static size_t packed_bytes(int32_t k)
+{
+    return (size_t)((k + DEPTH - 1) / DEPTH) * TILE_BYTES;
+}
+
+/* One group of `rows` <= SIDE rows of a: (rows, k). */
+static void pack_rows(void *out, const void *a, int32_t rows, int32_t k)
+{
+    char *to = out;
+    for (int32_t at = 0; at < k; at += DEPTH, to += TILE_BYTES) {
+        const int32_t n = k - at < DEPTH ? k - at : DEPTH;
+        __m512 x[SIDE];
+        UNROLL
+        for (int i = 0; i < SIDE; i++) {
+            const uint16_t *row = (const uint16_t *)a + (int64_t)i * k + at;
+            x[i] = i >= rows ? vf_zero()
+                   : n == DEPTH
+                       ? _mm512_castsi512_ps(vb_load(row))
+                       : _mm512_castsi512_ps(vb_load_n(row, n));
+        }
+        transpose(x);
+        UNROLL
+        for (int i = 0; i < SIDE; i++) {
+            vf_store((float *)(to + i * 64), x[i]);
+        }
+    }
+}
+
+/* ---- product ------------------------------------------------------------------- */
+
+/* Turn a tile of sums (weights, activations) and put it where it belongs: n
+ * weight rows from j, m activation rows from i. */
+static void put_tile(const cpu_product *job, const float *sums, int32_t i,
+                     int32_t j, int32_t m, int32_t n)
+{
+    __m512 x[SIDE];
+    UNROLL
+    for (int r = 0; r < SIDE; r++) {
+        x[r] = vf_load(sums + r * SIDE);
+    }
+    transpose(x);
+    float turned[SIDE * SIDE];
+    UNROLL
+    for (int r = 0; r < SIDE; r++) {
+        vf_store(turned + r * SIDE, x[r]);
+    }
+    const vf bias = job->bias != NULL ? vf_load_n(job->bias + j, n) : vf_zero();
+    float *out = job->out + i * job->out_stride + j;
+    for (int32_t r = 0; r < m; r++, out += job->out_stride) {
+        vf sum = vf_load(turned + r * SIDE);
+        if (job->bias != NULL) {
+            sum = vf_add(sum, bias);
+        }
+        if (job->accumulate) {
+            sum = vf_add(vf_load_n(out, n), sum);
+        }
+        vf_store_n(out, sum, n);
+    }
+}
+
+/* The last, partial step of K: `rows` weight rows, `left` elements each. */
+static void pad_weights(uint16_t *to, const uint16_t *w, int64_t k, int rows,
+                        int left)
+{
+    for (int r = 0; r < rows; r++) {
+        vb_store(to + r * DEPTH, vb_load_n(w + r * k, left));
+    }
+}
+
+/* Sums of n_tiles (1, 2) weight tiles by m_tiles (1, 2) activation tiles. */
+static inline __attribute__((always_inline)) void
+multiply_tiles(float sums[4][SIDE * SIDE], const uint16_t *w, int64_t k,
+               const char *a, size_t group_bytes, int rows, int n_tiles,
+               int m_tiles)
+{
+    const uint16_t *w2 = w + SIDE * k;
+    const char *a2 = a + group_bytes;
+    const long w_stride = (long)k * 2;
+    _Alignas(64) uint16_t pad[2][SIDE * DEPTH];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < k; at += DEPTH) {
+        const uint16_t *from = w + at, *from2 = w2 + at;
+        long stride = w_stride;
+        if (k - at < DEPTH) {
+            pad_weights(pad[0], from, k, rows, (int)(k - at));
+            if (n_tiles == 2) {
+                pad_weights(pad[1], from2, k, rows, (int)(k - at));
+            }
+            BARRIER();
+            from = pad[0];
+            from2 = pad[1];
+            stride = 64;
+        }
+        _tile_loadd(6, a, 64);
+        _tile_loadd(4, from, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        if (m_tiles == 2) {
+            _tile_loadd(7, a2, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (n_tiles == 2) {
+            _tile_loadd(5, from2, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            if (m_tiles == 2) {
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        a += TILE_BYTES;
+        a2 += TILE_BYTES;
+    }
+    _tile_stored(0, sums[0], 64);
+    if (m_tiles == 2) {
+        _tile_stored(1, sums[1], 64);
+    }
+    if (n_tiles == 2) {
+        _tile_stored(2, sums[2], 64);
+        if (m_tiles == 2) {
+            _tile_stored(3, sums[3], 64);
+        }
+    }
+    BARRIER();
+}
+
+/* All activation rows by `rows` weight rows of each of n_tiles tiles. */
+static void weight_tiles(const cpu_product *job, int32_t j, int rows,
+                         int n_tiles)
+{
+    const int64_t k = job->k;
+    const size_t group_bytes = packed_bytes(job->k);
+    const uint16_t *w = (const uint16_t *)job->w + j * k;
+    _Alignas(64) float sums[4][SIDE * SIDE];
+    for (int32_t i = 0; i < job->m; i += 2 * SIDE) {
+        const char *a = (const char *)job->a + (size_t)(i / SIDE) * group_bytes;
+        const bool two = job->m - i > SIDE;
+        if (n_tiles == 2 && two) {
+            multiply_tiles(sums, w, k, a, group_bytes, rows, 2, 2);
+        } else if (n_tiles == 2) {
+            multiply_tiles(sums, w, k, a, group_bytes, rows, 2, 1);
+        } else if (two) {
+            multiply_tiles(sums, w, k, a, group_bytes, rows, 1, 2);
+        } else {
+            multiply_tiles(sums, w, k, a, group_bytes, rows, 1, 1);
+        }
+        for (int t = 0; t < n_tiles; t++) {
+            for (int32_t g = 0; g < (two ? 2 : 1); g++) {
+                int32_t m = job->m - i - g * SIDE;
+                put_tile(job, sums[2 * t + g], i + g * SIDE, j + t * SIDE,
+                         m < SIDE ? m : SIDE, rows);
+            }
+        }
+    }
+}
+
+static void product_bf16(const cpu_product *job)
+{
+    int32_t j = 0;
+    configure(SIDE);
+    for (; j + 2 * SIDE <= job->n; j += 2 * SIDE) {
+        weight_tiles(job, j, SIDE, 2);
+    }
+    if (j + SIDE <= job->n) {
+        weight_tiles(job, j, SIDE, 1);
+        j += SIDE;
+    }
+    if (j < job->n) {
+        configure(job->n - j);
+        weight_tiles(job, j, job->n - j, 1);
+    }
+    _tile_release();
+}
+
+#define TABLE cpu_kernels_amx
+#define PACKED_BYTES packed_bytes
+#define PACK_ROWS pack_rows
+#include "template_table.h"
+#else
+typedef int kernels_amx_is_empty;
+#endif
