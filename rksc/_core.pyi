@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from .config import ModelConfig
 
@@ -130,7 +131,7 @@ class Session:
         token_bytes: Sequence[bytes] | None = None,
         hash_bits: int = 64,
         poison: bool = False,
-    ) -> Session: ...
+    ) -> Self: ...
     @property
     def config(self) -> ModelConfig: ...
     @property

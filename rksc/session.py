@@ -1,10 +1,18 @@
-"""BranchSession: the engine's session with text, units and the mechanisms' settings."""
+"""BranchSession: the engine's session with text, units and the mechanisms' settings.
+
+generate -> Session._generate (csrc/py) -> csrc/session.c: everything that computes is in C;
+here text becomes tokens, settings become numbers, and rows become the records of results.py.
+"""
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +23,18 @@ from .config import ModelConfig
 from .guard import same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .results import Gate, Generation, Stats, Token, Verdict
+from .text import TextStream, final_text
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
+Text = str | Tokens
+Event = tuple[int, int, float, float, float, str | None, int, int]
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _OFF = 2.0  # a confidence never reaches it
-_DTYPES = {
-    "float32": "float32", "f32": "float32", "fp32": "float32",
+_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
+    "float32": "float32", "float": "float32", "f32": "float32", "fp32": "float32",
     "bfloat16": "bfloat16", "bf16": "bfloat16",
 }  # fmt: skip
 
@@ -42,3 +54,587 @@ def parse_bytes(value: int | str) -> int:
     if number <= 0:
         raise ValueError(f"kv_bytes must be positive, got {value!r}")
     return number
+
+
+def parse_dtype(value: Any) -> Literal["float32", "bfloat16"] | None:
+    """ "float32", "bfloat16", "f32", "bf16", torch.bfloat16, numpy.float32; None: the default."""
+    if value is None:
+        return None
+    name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+    known = _DTYPES.get(name.lower().removeprefix("torch."))
+    if known is None:
+        raise ValueError(f'dtype must be "float32" or "bfloat16", got {value!r}')
+    return known
+
+
+def parse_device(value: Any) -> str:
+    """ "cpu" (or torch.device("cpu")); anything else is a ValueError that says what is missing."""
+    name = str(value)
+    if name.startswith("cuda"):
+        raise ValueError(
+            f"device={name!r}: this build of rksc has no CUDA backend; device='cpu' is there"
+        )
+    if name != "cpu":
+        raise ValueError(f'device must be "cpu", got {value!r}')
+    return name
+
+
+class BranchSession(_core.Session):
+    """One model, one budget of KV blocks, and a tree of branches over them.
+
+    weights: {Hugging Face tensor name: any object with __dlpack__}; used in place where
+    dtype and layout fit. config: ModelConfig, a config.json's dict or a Hugging Face config.
+    dtype: of activations' inputs and KV; None takes bfloat16 for bfloat16 weights where the
+    CPU has it, else float32. kv_bytes: the budget of all KV. tokenizer: allows text wherever
+    tokens are taken. asks: sharing between wordings (None: exact tokens only); can be set
+    later, because its centre comes from `layer_means`. cgee: how much to verify (None: all,
+    in full). isa, hash_bits and poison are for tests.
+    """
+
+    tokenizer: Tokenizer | None
+    cgee: CGEE | None
+    rsbcm: RSBCM
+    _asks: ASKS | None
+    _token_bytes: list[bytes] | None
+    _requests: dict[int, _Request]
+    _stepping: threading.RLock
+
+    def __new__(
+        cls,
+        weights: Mapping[str, Any],
+        config: ModelConfig | Mapping[str, Any] | Any,
+        device: Any = "cpu",
+        dtype: Any = None,
+        kv_bytes: int | str = "2GiB",
+        block_tokens: int = 16,
+        n_threads: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        asks: ASKS | None = None,
+        cgee: CGEE | None = CGEE(),  # noqa: B008 (frozen)
+        rsbcm: RSBCM = RSBCM(),  # noqa: B008 (frozen)
+        *,
+        step_tokens: int = 512,
+        isa: str | None = None,
+        hash_bits: int = 64,
+        poison: bool = False,
+    ) -> BranchSession:
+        for name, value, kind in (("cgee", cgee, CGEE), ("rsbcm", rsbcm, RSBCM)):
+            if not isinstance(value, kind) and not (name == "cgee" and value is None):
+                raise ValueError(f"{name} must be rksc.{kind.__name__}, got {value!r}")
+        if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
+            raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
+        config = ModelConfig.of(config)
+        token_bytes = None if tokenizer is None else tokenizer.token_bytes(config.vocab_size)
+        self = super().__new__(
+            cls,
+            weights,
+            config,
+            device=parse_device(device),
+            dtype=parse_dtype(dtype),
+            kv_bytes=parse_bytes(kv_bytes),
+            block_tokens=block_tokens,
+            n_threads=n_threads,
+            isa=isa,
+            step_tokens=step_tokens,
+            token_bytes=token_bytes,
+            hash_bits=hash_bits,
+            poison=poison,
+        )
+        self.tokenizer = tokenizer
+        self._token_bytes = token_bytes
+        self.cgee = cgee
+        self.rsbcm = rsbcm
+        self._requests = {}
+        self._stepping = threading.RLock()
+        self.asks = asks
+        return self
+
+    @property
+    def asks(self) -> ASKS | None:
+        """Settings of sharing between wordings; None: only equal tokens are shared."""
+        return self._asks
+
+    @asks.setter
+    def asks(self, asks: ASKS | None) -> None:
+        if asks is not None:
+            if not isinstance(asks, ASKS):
+                raise ValueError(f"asks must be rksc.ASKS or None, got {asks!r}")
+            if asks.guard is not None and self.tokenizer is None:
+                raise ValueError(
+                    f"asks.guard={asks.guard!r} compares texts and this session has no tokenizer: "
+                    "pass tokenizer=, or ASKS(guard=None) knowingly"
+                )
+            c = self.config
+            if asks.center is not None and asks.center.shape != (c.n_layers, c.width):
+                raise ValueError(
+                    f"asks.center must be (layers, width) = ({c.n_layers}, {c.width}), "
+                    f"got {asks.center.shape}"
+                )
+            if asks.probe_layers is not None and asks.probe_layers > c.n_layers:
+                raise ValueError(
+                    f"asks.probe_layers must be at most {c.n_layers}, got {asks.probe_layers}"
+                )
+        self._asks = asks
+
+    # ---- text ------------------------------------------------------------------------------
+
+    def encode(self, text: Text, *, bos: bool | None = False, field: str = "tokens") -> Tokens:
+        """Tokens as they are, or a text's. bos None: begin with the BOS that the model wants,
+        once, even where the text (a chat template) already has it; False: without."""
+        if not isinstance(text, str):
+            return text
+        return self._tokenizer_for(field).encode(text, bos=bos)
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of tokens; ValueError in a session without a tokenizer."""
+        return self._tokenizer_for("decode").decode(tokens)
+
+    def _tokenizer_for(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{field}: text needs a tokenizer, and this session has none")
+        return self.tokenizer
+
+    # ---- branches --------------------------------------------------------------------------
+
+    def prefill(
+        self, tokens: Text, *, similar_to: Branch | None = None, suffix: Text | None = None
+    ) -> Branch:
+        """A branch with this prompt, its KV computed but for what an earlier one left.
+
+        Text gets the model's BOS (once); tokens are taken as they are. suffix follows the
+        prompt and gets no BOS. With `similar_to` and `session.asks` the branch stands on that
+        branch's KV when the gate accepts: then `branch.tokens` are those of the root and the
+        suffix, `branch.prompt` its own wording and `branch.gate` the decision.
+        """
+        own = self.encode(tokens, bos=None)
+        tail: Tokens = () if suffix is None else self.encode(suffix, field="suffix")
+        if similar_to is not None and self._asks is not None:
+            return self._prefill_similar_to(similar_to, own, tail, self._asks)
+        branch = self._prefill(own)
+        if len(tail):
+            branch.extend(tail)
+        return branch
+
+    def _prefill_similar_to(self, root: Branch, own: Tokens, tail: Tokens, asks: ASKS) -> Branch:
+        if asks.probe == "suffix" and not len(tail):
+            raise ValueError('suffix: asks.probe="suffix" compares suffixes and none was given')
+        n_layers = self.config.n_layers
+        default = max(1, n_layers // 8) if asks.probe == "prefix" else n_layers
+        probe_layers = asks.probe_layers or default
+        branch, report = self._prefill_similar(
+            root,
+            own,
+            tail,
+            asks.probe,
+            asks.pool,
+            probe_layers,
+            asks.tau,
+            asks.alpha,
+            None if asks.center is None else np.ascontiguousarray(asks.center[:probe_layers]),
+            self._guard_allows(asks, own, root.tokens),
+        )
+        reason = "equal" if report["equal"] else report["gate"]
+        branch.prompt = np.array(own, np.int32)
+        branch.gate = Gate(
+            accepted=reason in ("equal", "accepted"),
+            reason=reason,
+            sigma=report["sigma"],
+            tau=asks.tau,
+            cosines=report["cosines"],
+            own_token_layers=report["own_token_layers"],
+            root_token_layers=report["root_token_layers"],
+        )
+        return branch
+
+    def _guard_allows(self, asks: ASKS, own: Tokens, root: NDArray[np.int32]) -> bool:
+        """The guard sees the whole texts: a number may begin before the first token that
+        differs. Equal tokens need no guard."""
+        if asks.guard is None or np.array_equal(np.asarray(own), root):
+            return True
+        guard = same_numbers if asks.guard == "numbers" else asks.guard
+        assert callable(guard)
+        return bool(guard(self.decode(own), self.decode(root)))
+
+    def layer_means(
+        self, prompts: Sequence[Text], pool: Literal["mean", "last"] = "mean"
+    ) -> NDArray[np.float32]:
+        """Mean residual stream after each layer, float32 (layers, width): ASKS' centre.
+
+        pool "mean" averages each prompt over the positions in which the prompts differ (after
+        what all begin with, before what all end with; never the first position), "last" takes
+        each prompt's last position; then all prompts count alike.
+        """
+        if pool not in ("mean", "last"):
+            raise ValueError(f'pool must be "mean" or "last", got {pool!r}')
+        if isinstance(prompts, str) or not len(prompts):
+            raise ValueError(f"prompts must be a sequence of at least one, got {prompts!r}")
+        rows = [np.asarray(self.encode(p, bos=None, field="prompts")) for p in prompts]
+        if any(row.ndim != 1 or not len(row) for row in rows):
+            raise ValueError("prompts: each must be a non-empty sequence of tokens")
+        total = np.zeros((self.config.n_layers, self.config.width))
+        begin, end = _common(rows), _common([row[::-1] for row in rows])
+        for row in rows:
+            first = max(begin, 1)
+            last = len(row) - end
+            if pool == "last" or first >= last:
+                first, last = len(row) - 1, len(row)
+            total += self._prompt_means(row, first, last)
+        return (total / len(rows)).astype(np.float32)
+
+    # ---- generation ------------------------------------------------------------------------
+
+    def generate(
+        self,
+        branches: Branch | Sequence[Branch],
+        max_new_tokens: int = 32,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Generation]:
+        """Continue all branches in one batch; a Generation for each, in order.
+
+        sampling: None is greedy. stop: strings that end a branch, matched across token
+        boundaries (they stay in its tokens, not in the text). stop_ids: tokens that end it and
+        are not appended; None takes the model's end tokens, () forces the length.
+        On an error or Ctrl-C all branches are as they were. progress(n) is called after every
+        step with the number of new tokens; with it, Ctrl-C keeps the tokens so far.
+        """
+        branches = _as_list(branches)
+        plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
+        if progress is not None:
+            return self._generate_by_steps(branches, plan, progress)
+        rows = self._generate(branches, *plan.arguments())
+        return [
+            self._generation(branch, plan, *row) for branch, row in zip(branches, rows, strict=True)
+        ]
+
+    def _plan(
+        self,
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stop: str | Sequence[str],
+        stop_ids: Sequence[int] | None,
+    ) -> _Plan:
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be rksc.Sampling or None, got {sampling!r}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must be non-empty strings, got {text!r}")
+        if stops:
+            self._tokenizer_for("stop")
+        ids = self.config.eos if stop_ids is None else stop_ids
+        seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
+        return _Plan(max_new_tokens, sampling, stops, tuple(ids), self.cgee, seed)
+
+    def _generation(
+        self,
+        branch: Branch,
+        plan: _Plan,
+        tokens: NDArray[np.int32],
+        top_probs: NDArray[np.float32],
+        logprobs: NDArray[np.float32],
+        entropies: NDArray[np.float32],
+        confidence: float | None,
+        reason: str,
+        stop_bytes: int,
+        stop_index: int,
+    ) -> Generation:
+        text = None
+        if self._token_bytes is not None:
+            text = final_text(self._token_bytes, tokens, stop_bytes)
+        stopped: str | int | None = None
+        if reason == "stop":
+            stopped = plan.stop[stop_index]
+        elif reason == "eos":
+            stopped = plan.stop_ids[stop_index]
+        return Generation(
+            branch, tokens, top_probs, logprobs, entropies, confidence, reason, stopped, text
+        )
+
+    def stream(
+        self,
+        branches: Branch | Sequence[Branch],
+        max_new_tokens: int = 32,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+    ) -> Iterator[Token]:
+        """`generate`, token by token as they come; the settings are checked at once.
+
+        Token.text is whole characters and never a part of a stop string. Closing the iterator
+        (or leaving a `for` by an exception) cancels what still runs; tokens so far stay.
+        """
+        branches = _as_list(branches)
+        plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
+        return self._stream(branches, plan)
+
+    def _stream(self, branches: list[Branch], plan: _Plan) -> Iterator[Token]:
+        requests = self._submit_all(branches, plan, streamed=True)
+        try:
+            while requests:
+                yield from self._next_tokens(requests)
+        finally:
+            for number in requests:
+                self.cancel(number)
+
+    def _generate_by_steps(
+        self, branches: list[Branch], plan: _Plan, progress: Callable[[int], None]
+    ) -> list[Generation]:
+        """`_generate` with Python between the steps; the same numbers."""
+        requests = self._submit_all(branches, plan, streamed=True)
+        all_requests = list(requests.values())
+        made: dict[int, list[Token]] = {request.branch.id: [] for request in all_requests}
+        try:
+            while requests:
+                tokens = self._next_tokens(requests)
+                for token in tokens:
+                    made[token.branch.id].append(token)
+                progress(sum(token.token >= 0 for token in tokens))
+        finally:
+            for number in requests:
+                self.cancel(number)
+        return [self._collect(request, made[request.branch.id]) for request in all_requests]
+
+    def _collect(self, request: _Request, tokens: list[Token]) -> Generation:
+        kept = [token for token in tokens if token.token >= 0]
+        top_probs, logprobs, entropies = (
+            np.array([getattr(token, name) for token in kept], np.float32)
+            for name in ("top_prob", "logprob", "entropy")
+        )
+        assert request.end is not None
+        return self._generation(
+            request.branch,
+            request.plan,
+            np.array([token.token for token in kept], np.int32),
+            top_probs,
+            logprobs,
+            entropies,
+            request.branch.confidence,
+            *request.end,
+        )
+
+    # ---- requests: what streaming and servers stand on ---------------------------------------
+
+    def submit(
+        self,
+        branch: Branch,
+        max_new_tokens: int = 32,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+    ) -> int:
+        """Queue a continuation of a branch; the id of its request. `step` makes it go on."""
+        plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
+        return next(iter(self._submit_all([branch], plan, streamed=False)))
+
+    def step(self) -> list[Token]:
+        """One step over all requests: tokens of those from `submit`. `n_requests` are left.
+
+        Running `stream` iterators go on too; their tokens wait for them.
+        """
+        with self._stepping:
+            own = {n: request for n, request in self._requests.items() if not request.streamed}
+            return self._next_tokens(own) if own else []
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def cancel(self, request: int) -> None:
+        """End a request now; its tokens so far stay. Unknown and finished ids are ignored."""
+        record = self._requests.pop(request, None)
+        if record is not None:
+            record.end = record.end or ("cancelled", 0, -1)
+            self._cancel(request)
+
+    def _submit_all(
+        self, branches: list[Branch], plan: _Plan, *, streamed: bool
+    ) -> dict[int, _Request]:
+        """Requests by id, in the order of the branches; all or none."""
+        group = secrets.randbits(62) + 1
+        made: dict[int, _Request] = {}
+        with self._stepping:
+            try:
+                for branch in branches:
+                    number = self._submit(branch, *(*plan.arguments(), group))
+                    made[number] = _Request(branch, plan, streamed, self._text_stream(plan))
+            except BaseException:
+                for number in made:
+                    self._cancel(number, True)
+                raise
+            self._requests.update(made)
+        return made
+
+    def _text_stream(self, plan: _Plan) -> TextStream | None:
+        if self._token_bytes is None:
+            return None
+        return TextStream(self._token_bytes, plan.stop_strings)
+
+    def _next_tokens(self, wanted: dict[int, _Request]) -> list[Token]:
+        """Tokens of these requests, by one step when none waits; the ended leave `wanted`."""
+        with self._stepping:
+            if not any(request.waiting or request.end for request in wanted.values()):
+                events, n_active = self._step()
+                for event in events:
+                    if event[0] in self._requests:
+                        self._requests[event[0]].take(event)
+                if not n_active:  # whoever is left lost its branch
+                    for request in self._requests.values():
+                        request.end = request.end or ("cancelled", 0, -1)
+            tokens: list[Token] = []
+            for number, request in list(wanted.items()):
+                while request.waiting:
+                    tokens.append(request.waiting.popleft())
+                if request.end:
+                    del wanted[number]
+                    self._requests.pop(number, None)
+            return tokens
+
+    # ---- scoring, verification, selection ----------------------------------------------------
+
+    def score(self, branch: Branch, continuations: Sequence[Text]) -> list[NDArray[np.float32]]:
+        """Natural log-probabilities of every token of each continuation of the branch.
+
+        Teacher-forced, all in one batch; float32 (tokens of the continuation,) each. The
+        branch stays as it is.
+        """
+        if isinstance(continuations, str):
+            raise ValueError("continuations must be a sequence of texts or tokens, got one text")
+        return self._score(branch, [self.encode(c, field="continuations") for c in continuations])
+
+    def verify(
+        self,
+        branches: Branch | Sequence[Branch],
+        prompt: Text,
+        yes: int | str,
+        no: int | str,
+        cgee: CGEE | None | Literal["session"] = "session",
+    ) -> list[Verdict]:
+        """Score branches by p(YES) / (p(YES) + p(NO)) after a short prompt on each one's own KV.
+
+        Sets score and verdict of each. cgee: what may be spared; None: nothing, all in full.
+        The prompt's tokens are forgotten afterwards. ASKS never decides here: the prompt is
+        always computed. yes, no: ids, or texts of exactly one token.
+        """
+        branches = _as_list(branches)
+        if cgee == "session":
+            cgee = self.cgee
+        if cgee is not None and not isinstance(cgee, CGEE):
+            raise ValueError(f"cgee must be rksc.CGEE or None, got {cgee!r}")
+        rows = self._verify(
+            branches,
+            self.encode(prompt, field="prompt"),
+            self.token_id(yes, "yes"),
+            self.token_id(no, "no"),
+            None if cgee is None else vars(cgee),
+        )
+        verdicts = [
+            Verdict(branch, *row, n_layers=self.config.n_layers)
+            for branch, row in zip(branches, rows, strict=True)
+        ]
+        for verdict in verdicts:
+            verdict.branch.verdict = verdict
+        return verdicts
+
+    def token_id(self, token: int | str, field: str = "token") -> int:
+        """An id as it is, or that of a text that is exactly one token, else a ValueError."""
+        if not isinstance(token, str):
+            return token
+        ids = list(self.encode(token, field=field))
+        if len(ids) != 1:
+            raise ValueError(f"{field}={token!r} is {len(ids)} tokens {ids}, not one")
+        return int(ids[0])
+
+    def select(self, branches: Sequence[Branch]) -> Branch:
+        """The verified branch with the largest score * sqrt(confidence); where none is verified
+        the one with the largest confidence. The first on a tie; no confidence counts as 1."""
+        if not len(branches):
+            raise ValueError("branches: nothing to select from")
+        verified = [branch for branch in branches if branch.score is not None]
+        return max(verified or branches, key=mark)  # max keeps the first on a tie
+
+    # ---- books -------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """The session's books as they are now."""
+        return Stats(**self._stats())
+
+
+def mark(branch: Branch) -> float:
+    """What `select` compares: score * sqrt(confidence), or the confidence without a score."""
+    confidence = 1.0 if branch.confidence is None else branch.confidence
+    return confidence if branch.score is None else branch.score * math.sqrt(confidence)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all requests of one call have in common."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    cgee: CGEE | None
+    seed: int
+
+    @property
+    def stop_strings(self) -> list[bytes]:
+        return [text.encode() for text in self.stop]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As `_generate` and `_submit` take them."""
+        s, cgee = self.sampling, self.cgee
+        early = (_OFF, 0.0, 1)
+        if cgee is not None and cgee.stop_top is not None:
+            early = (cgee.stop_top, cgee.stop_lead, cgee.min_steps)
+        return (
+            self.max_new_tokens,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            self.seed,
+            self.stop_ids,
+            self.stop_strings,
+            *early,
+        )
+
+
+@dataclass
+class _Request:
+    """A submitted continuation: tokens that wait to be handed out, and how it ended."""
+
+    branch: Branch
+    plan: _Plan
+    streamed: bool
+    text: TextStream | None
+    waiting: deque[Token] = field(default_factory=deque)
+    end: tuple[str, int, int] | None = None  # finish reason, stop_bytes, stop_index
+
+    def take(self, event: Event) -> None:
+        _, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index = event
+        piece = None
+        if self.text is not None:
+            piece = self.text.feed(token) if token >= 0 else ""
+            if finish is not None:
+                piece += self.text.finish(stop_bytes)
+        if finish is not None:
+            self.end = (finish, stop_bytes, stop_index)
+        self.waiting.append(Token(self.branch, token, logprob, top_prob, entropy, finish, piece))
+
+
+def _as_list(branches: Branch | Sequence[Branch]) -> list[Branch]:
+    return [branches] if isinstance(branches, Branch) else list(branches)
+
+
+def _common(rows: list[NDArray[Any]]) -> int:
+    """Length of what all rows begin with."""
+    n = min(len(row) for row in rows)
+    if len(rows) == 1 or n == 0:
+        return 0
+    same = np.all([row[:n] == rows[0][:n] for row in rows], axis=0)
+    return n if same.all() else int(np.argmin(same))

@@ -1,0 +1,48 @@
+"""rksc speeds up reasoning that branches: one prompt, many continuations, a verifier.
+
+    model = rksc.load("folder-or-file.gguf")
+    print(rksc.solve(model, "What is 12 * 34?", approaches=8))
+
+`BranchSession` is the engine underneath: prefill, fork, generate, verify, select.
+"""
+
+from ._core import Branch, CapacityError, Tensor
+from .config import ModelConfig
+from .guard import numbers, same_numbers
+from .load import Model, load
+from .options import ASKS, CGEE, RSBCM, Sampling
+from .results import Gate, Generation, Stats, Token, Verdict
+from .search import search
+from .session import BranchSession
+from .solve import Approach, Node, Phase, Solution, solve
+from .tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ASKS",
+    "CGEE",
+    "RSBCM",
+    "Approach",
+    "Branch",
+    "BranchSession",
+    "CapacityError",
+    "Gate",
+    "Generation",
+    "Model",
+    "ModelConfig",
+    "Node",
+    "Phase",
+    "Sampling",
+    "Solution",
+    "Stats",
+    "Tensor",
+    "Token",
+    "Tokenizer",
+    "Verdict",
+    "load",
+    "numbers",
+    "same_numbers",
+    "search",
+    "solve",
+]

@@ -1,0 +1,85 @@
+"""A progress bar for long work: tqdm where it is installed, else a line of our own.
+
+Shown on a terminal only, unless asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+
+class Progress:
+    """Phases of a piece of work, one bar at a time, on stderr.
+
+    enabled: None shows it when the stream is a terminal.
+    """
+
+    def __init__(self, enabled: bool | None = None, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self.enabled = self._stream.isatty() if enabled is None else enabled
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def phase(self, name: str, total: int | None = None) -> None:
+        """Begin a phase of `total` tokens (None: not known); ends the one before."""
+        self.close()
+        if self.enabled:
+            self._bar = _bar(name, total, self._stream)
+
+    def advance(self, n: int) -> None:
+        """n more tokens are done."""
+        if self._bar is not None:
+            self._bar.update(n)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _bar(name: str, total: int | None, stream: TextIO) -> Any:
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        return _Line(name, total, stream)
+    return tqdm(desc=name, total=total, unit="tok", leave=False, file=stream, dynamic_ncols=True)
+
+
+class _Line:
+    """What we need of tqdm: `name  12/34 tok  5.6 tok/s`, redrawn in place."""
+
+    def __init__(self, name: str, total: int | None, stream: TextIO) -> None:
+        self._name, self._total, self._stream = name, total, stream
+        self._done, self._drawn = 0, 0.0
+        self._start = time.monotonic()
+        self._draw()
+
+    def update(self, n: int) -> None:
+        self._done += n
+        if time.monotonic() - self._drawn > 0.1:
+            self._draw()
+
+    def close(self) -> None:
+        self._stream.write("\r\x1b[K")
+        self._stream.flush()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        rate = self._done / max(self._drawn - self._start, 1e-9)
+        of = "" if self._total is None else f"/{self._total}"
+        self._stream.write(f"\r\x1b[K{self._name}  {self._done}{of} tok  {rate:.1f} tok/s")
+        self._stream.flush()

@@ -1,0 +1,112 @@
+"""Wordings: how a problem is put to a model, and how the model is asked to judge an answer.
+
+With a chat template the answer is the assistant's turn and the judgement a second question of
+the user's; without one both are plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._core import Tokens
+from .session import BranchSession
+from .tokenizer import Tokenizer
+
+INSTRUCTION = (
+    "Think step by step. Then write the final answer on a line that begins with 'Answer:'."
+)
+VERIFY = "Is the answer above correct? Reply with one word, YES or NO."
+VALUE = "Is the solution above correct as far as it goes? Reply with one word, YES or NO."
+
+_PLAIN = "Question: {problem}\n{instruction}\n\nSolution:"
+_CHAT_ANSWERS = (("YES", "NO"), ("Yes", "No"), ("yes", "no"))
+_PLAIN_ANSWERS = tuple((f" {yes}", f" {no}") for yes, no in _CHAT_ANSWERS) + _CHAT_ANSWERS
+_MARK = "\N{END OF TEXT}rksc-answer\N{END OF TEXT}"
+
+
+@dataclass(frozen=True)
+class Wordings:
+    """How one call of solve or search speaks to its model.
+
+    instruction follows the problem ("" : nothing), system is the chat's system message,
+    question asks for the judgement.
+    """
+
+    session: BranchSession
+    instruction: str = INSTRUCTION
+    system: str | None = None
+    question: str = VERIFY
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self.session.tokenizer
+        if tokenizer is None:
+            raise ValueError("solving needs text: this session has no tokenizer")
+        return tokenizer
+
+    def problem(self, problem: str) -> list[int]:
+        """Tokens up to where the answer begins."""
+        if self.tokenizer.chat_template is None:
+            text = _PLAIN.format(problem=problem, instruction=self.instruction)
+            return _encode(self.tokenizer, text, problem, bos=None)
+        turns = self._turns(problem)
+        text = self.tokenizer.chat(turns)
+        return _encode(self.tokenizer, text, turns[-1]["content"], bos=None)
+
+    def verification(self) -> list[int]:
+        """Tokens that follow an answer: the end of its turn, the question, and where the
+        reply begins."""
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.encode(f"\n\n{self.question}\nReply:", bos=False)
+        turns = [
+            *self._turns("-"),
+            {"role": "assistant", "content": _MARK},
+            {"role": "user", "content": self.question},
+        ]
+        _, mark, tail = self.tokenizer.chat(turns).partition(_MARK)
+        if not mark:
+            raise ValueError("chat template: an assistant's message does not appear as it is")
+        return self.tokenizer.encode(tail, bos=False)
+
+    def answers(self, yes: int | str | None, no: int | str | None) -> tuple[int, int]:
+        """Ids of YES and NO: those given, else the first usual pair of single tokens."""
+        if (yes is None) != (no is None):
+            raise ValueError("yes and no must be given both or neither")
+        if yes is not None and no is not None:
+            return self.session.token_id(yes, "yes"), self.session.token_id(no, "no")
+        plain = self.tokenizer.chat_template is None
+        pairs: Sequence[tuple[str, str]] = _PLAIN_ANSWERS if plain else _CHAT_ANSWERS
+        for pair in pairs:
+            ids = [self.tokenizer.encode(word, bos=False) for word in pair]
+            if all(len(i) == 1 for i in ids):
+                return ids[0][0], ids[1][0]
+        raise ValueError(
+            f"yes, no: none of {pairs} is one token each for this model: pass ids, or texts of "
+            "one token"
+        )
+
+    def suffix(self, text: str) -> Tokens:
+        """Tokens of what an answer is made to begin with."""
+        return self.tokenizer.encode(text, bos=False)
+
+    def _turns(self, problem: str) -> list[dict[str, str]]:
+        content = f"{problem}\n\n{self.instruction}" if self.instruction else problem
+        turns = [{"role": "user", "content": content}]
+        if self.system is not None:
+            turns.insert(0, {"role": "system", "content": self.system})
+        return turns
+
+
+def _encode(tokenizer: Tokenizer, text: str, content: str, bos: bool | None) -> list[int]:
+    """Encode a rendered prompt; special tokens spelled inside the user's content stay text."""
+    if tokenizer.encode(content, bos=False) == tokenizer.encode(content, bos=False, special=False):
+        return tokenizer.encode(text, bos=bos)
+    head, found, tail = text.partition(content)
+    if not found:
+        raise ValueError("problem spells special tokens and the chat template changes it")
+    return (
+        tokenizer.encode(head, bos=bos)
+        + tokenizer.encode(content, bos=False, special=False)
+        + tokenizer.encode(tail, bos=False)
+    )
