@@ -157,6 +157,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(where, dict) or not where:
         raise ValueError(f"{index}: weight_map must map tensors to files")
     for name, file in where.items():
-        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or file in ("", "..")
+            or "\0" in file
+        ):
             raise ValueError(f"{index}: tensor {name}: {file!r} is no file of this folder")
     return where
