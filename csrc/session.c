@@ -18,6 +18,8 @@ static rk_status step_create(rk_session *s, rk_error *err)
     step->items = calloc(n, sizeof *step->items);
     step->spans = calloc(n, sizeof *step->spans);
     step->first_rows = calloc(n, sizeof *step->first_rows);
+    step->leaders = calloc(n, sizeof *step->leaders);
+    step->starts = calloc(n, sizeof *step->starts);
     step->rows = calloc(n, sizeof *step->rows);
     step->source = calloc(n, sizeof *step->source);
     step->draws = calloc(n, sizeof *step->draws);
@@ -26,9 +28,10 @@ static rk_status step_create(rk_session *s, rk_error *err)
     s->outputs = calloc(n, sizeof *s->outputs);
     s->scratch = calloc(n, sizeof *s->scratch);
     if (step->items == NULL || step->spans == NULL ||
-        step->first_rows == NULL || step->rows == NULL ||
-        step->source == NULL || step->draws == NULL || step->picks == NULL ||
-        s->owners == NULL || s->outputs == NULL || s->scratch == NULL) {
+        step->first_rows == NULL || step->leaders == NULL ||
+        step->starts == NULL || step->rows == NULL || step->source == NULL ||
+        step->draws == NULL || step->picks == NULL || s->owners == NULL ||
+        s->outputs == NULL || s->scratch == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a step of %d tokens",
                        (int)s->options.step_tokens);
     }
@@ -107,6 +110,7 @@ rk_status rk_session_create(rk_session **out, const rk_model *model,
     }
     s->tree.kv = s->kv;
     s->tree.block_tokens = options->block_tokens;
+    s->tree.indexed = options->share;
     *out = s;
     return RK_OK;
 fail:
@@ -127,10 +131,10 @@ void rk_session_free(rk_session *s)
     if (s->device != NULL) {
         s->device->ops->destroy(s->device);
     }
-    void *arrays[] = {s->step.items, s->step.spans,  s->step.first_rows,
-                      s->step.rows,  s->step.source, s->step.draws,
-                      s->step.picks, s->owners,      s->outputs,
-                      s->scratch};
+    void *arrays[] = {s->step.items,   s->step.spans,  s->step.first_rows,
+                      s->step.leaders, s->step.starts, s->step.rows,
+                      s->step.source,  s->step.draws,  s->step.picks,
+                      s->owners,       s->outputs,     s->scratch};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         free(arrays[i]);
     }

@@ -23,10 +23,13 @@ typedef struct rk_step {
     rk_item *items;      /* (step_tokens,) */
     rk_span *spans;      /* (step_tokens,) */
     int32_t *first_rows; /* (step_tokens,) batch row of each item's first */
-    int32_t *rows;       /* (step_tokens,) scratch: rows that give outputs */
-    int32_t *source;     /* (step_tokens,) scratch of shrink */
-    rk_draw *draws;      /* (step_tokens,) */
-    rk_pick *picks;      /* (step_tokens,) */
+    int32_t *leaders; /* (step_tokens,) the first item with equal rows, itself
+                       * where it is the first */
+    int32_t *starts;  /* (step_tokens,) first row of each span */
+    int32_t *rows;    /* (step_tokens,) scratch: rows that give outputs */
+    int32_t *source;  /* (step_tokens,) scratch of shrink */
+    rk_draw *draws;   /* (step_tokens,) */
+    rk_pick *picks;   /* (step_tokens,) */
     int32_t n_items;
     rk_batch batch;
 } rk_step;

@@ -1,5 +1,10 @@
 /* A step: tokens of some branches, once through the model.
  *
+ * Items with the same history (the same blocks), the same tokens and so the
+ * same numbers are computed once: the first of them leads, the others share its
+ * rows and, at the close, its blocks. So n samples of one prompt cost one row
+ * until the first draw that differs; copy-on-write parts them then.
+ *
  * open    room -> private blocks (copy-on-write) -> batch -> embeddings
  * layers  one call a layer, a look at signals after each
  * close   the books: what was computed stays or goes
@@ -18,12 +23,37 @@ static void pin(const rk_item *items, int32_t n_items, int32_t by)
     }
 }
 
+static bool same_rows(const rk_item *a, const rk_item *b)
+{
+    const rk_branch *x = a->branch, *y = b->branch;
+    return a->begin == b->begin && a->end == b->end && a->write == b->write &&
+           x->n_blocks == y->n_blocks &&
+           (x->n_blocks == 0 ||
+            (x->blocks[x->n_blocks - 1] == y->blocks[y->n_blocks - 1] &&
+             memcmp(x->blocks, y->blocks,
+                    (size_t)x->n_blocks * sizeof *x->blocks) == 0)) &&
+           memcmp(x->tokens + a->begin, y->tokens + b->begin,
+                  (size_t)(a->end - a->begin) * sizeof *x->tokens) == 0;
+}
+
+static void find_leaders(const rk_item *items, int32_t n_items, bool share,
+                         int32_t *leaders)
+{
+    for (int32_t i = 0; i < n_items; i++) {
+        int32_t j = share ? 0 : i;
+        while (j < i && !(leaders[j] == j && same_rows(&items[i], &items[j]))) {
+            j++;
+        }
+        leaders[i] = j;
+    }
+}
+
 static rk_status make_room(rk_session *s, const rk_item *items, int32_t n_items,
                            rk_error *err)
 {
     int64_t needed = 0;
     for (int32_t i = 0; i < n_items; i++) {
-        if (items[i].write) {
+        if (items[i].write && s->step.leaders[i] == i) {
             needed +=
                 rk_tree_blocks_needed(&s->tree, items[i].branch, items[i].end);
         }
@@ -67,9 +97,13 @@ static rk_status give_blocks(rk_session *s, const rk_item *item, rk_error *err)
 static rk_status build(rk_session *s, rk_error *err)
 {
     rk_step *step = &s->step;
+    int32_t n_spans = 0;
     for (int32_t i = 0; i < step->n_items; i++) {
         const rk_item *item = &step->items[i];
-        step->spans[i] = (rk_span){
+        if (step->leaders[i] != i) {
+            continue;
+        }
+        step->spans[n_spans++] = (rk_span){
             .tokens = item->branch->tokens + item->begin,
             .position = item->begin,
             .n_rows = item->end - item->begin,
@@ -77,8 +111,14 @@ static rk_status build(rk_session *s, rk_error *err)
             .write = item->write,
         };
     }
-    return rk_plan_build(s->plan, step->spans, step->n_items, &step->batch,
-                         step->first_rows, err);
+    rk_status status = rk_plan_build(s->plan, step->spans, n_spans,
+                                     &step->batch, step->starts, err);
+    for (int32_t i = 0, span = 0; i < step->n_items && status == RK_OK; i++) {
+        int32_t leader = step->leaders[i];
+        step->first_rows[i] =
+            leader == i ? step->starts[span++] : step->first_rows[leader];
+    }
+    return status;
 }
 
 rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
@@ -86,10 +126,11 @@ rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
 {
     rk_step *step = &s->step;
     pin(items, n_items, 1);
+    find_leaders(items, n_items, s->options.share, step->leaders);
     rk_status status = make_room(s, items, n_items, err);
     step->n_items = 0;
     for (int32_t i = 0; i < n_items && status == RK_OK; i++) {
-        if (items[i].write) {
+        if (items[i].write && step->leaders[i] == i) {
             status = give_blocks(s, &items[i], err);
         }
         step->items[i] = items[i];
@@ -135,16 +176,25 @@ rk_status rk_step_layers(rk_session *s, int32_t from, int32_t to, float *x,
     return RK_OK;
 }
 
-static void close_item(rk_session *s, const rk_item *item, bool commit)
+static void close_item(rk_session *s, int32_t i, bool commit)
 {
+    const rk_item *item = &s->step.items[i];
+    int32_t leader = s->step.leaders[i];
     rk_branch *branch = item->branch;
     branch->pins--;
     if (!item->write) {
-        s->stats.tokens_recomputed += commit ? item->end - item->begin : 0;
+        s->stats.tokens_recomputed +=
+            commit && leader == i ? item->end - item->begin : 0;
         return;
     }
     if (!commit) {
         rk_tree_release(&s->tree, branch, branch->n_computed);
+        return;
+    }
+    if (leader != i) {
+        s->stats.tokens_reused += item->end - item->begin;
+        rk_tree_follow(&s->tree, branch, s->step.items[leader].branch,
+                       item->end);
         return;
     }
     int32_t again = branch->n_ever - item->begin;
@@ -159,20 +209,28 @@ rk_status rk_step_shrink(rk_session *s, const int32_t *keep, int32_t n,
                          rk_error *err)
 {
     rk_step *step = &s->step;
-    int32_t n_rows = 0, kept = 0;
+    int32_t kept = 0;
     for (int32_t i = 0; i < step->n_items; i++) {
         if (kept < n && keep[kept] == i) {
             kept++;
         } else {
-            close_item(s, &step->items[i], false);
+            close_item(s, i, false);
             step->items[i].branch = NULL;
         }
     }
-    /* Which row of the old batch each remaining item begins at. */
+    /* Which row of the old batch each remaining item begins at. Equal rows
+     * give equal numbers, so leaders and followers stay or go together. */
     for (int32_t i = 0; i < n; i++) {
         step->items[i] = step->items[keep[i]];
         step->rows[i] = step->first_rows[keep[i]];
-        n_rows += step->items[i].end - step->items[i].begin;
+        step->leaders[i] = step->leaders[keep[i]];
+    }
+    for (int32_t i = 0; i < n; i++) {
+        int32_t j = 0;
+        while (keep[j] != step->leaders[i]) {
+            j++;
+        }
+        step->leaders[i] = j;
     }
     step->n_items = n;
     if (n == 0) {
@@ -190,15 +248,15 @@ rk_status rk_step_shrink(rk_session *s, const int32_t *keep, int32_t n,
         }
     }
     s->device->ops->begin(s->device, &step->batch);
-    s->device->ops->gather(s->device, s->forward.x, s->forward.x, from, n_rows,
-                           s->model.config.width);
+    s->device->ops->gather(s->device, s->forward.x, s->forward.x, from,
+                           step->batch.n_rows, s->model.config.width);
     return RK_OK;
 }
 
 void rk_step_close(rk_session *s, bool commit)
 {
     for (int32_t i = 0; i < s->step.n_items; i++) {
-        close_item(s, &s->step.items[i], commit);
+        close_item(s, i, commit);
     }
     s->step.n_items = 0;
 }

@@ -246,7 +246,7 @@ int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
     int32_t limit = (branch->n_tokens - 1) / tree->block_tokens;
     int32_t have = branch->n_computed / tree->block_tokens;
     rk_error ignored;
-    if (limit <= have || grow(&branch->blocks, &branch->blocks_capacity, limit,
+    if (!tree->indexed || limit <= have || grow(&branch->blocks, &branch->blocks_capacity, limit,
                               &ignored) != RK_OK) {
         return 0;
     }
@@ -336,7 +336,7 @@ void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed)
     if (branch->n_ever < n_computed) {
         branch->n_ever = n_computed;
     }
-    if (branch->approximate) {
+    if (branch->approximate || !tree->indexed) {
         return;
     }
     int32_t n_full = n_computed / tree->block_tokens;
@@ -346,6 +346,27 @@ void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed)
                       branch->tokens + (size_t)i * tree->block_tokens);
     }
     branch->n_published = n_full;
+}
+
+void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
+                    int32_t n_computed)
+{
+    int32_t n_blocks = blocks_of(tree, n_computed);
+    rk_error ignored;
+    if (grow(&branch->blocks, &branch->blocks_capacity, n_blocks, &ignored) !=
+        RK_OK) {
+        return; /* it computes its own when it is needed */
+    }
+    for (int32_t i = 0; i < n_blocks; i++) {
+        rk_kv_ref(tree->kv, leader->blocks[i]);
+    }
+    while (branch->n_blocks > 0) {
+        rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
+    }
+    memcpy(branch->blocks, leader->blocks,
+           (size_t)n_blocks * sizeof *branch->blocks);
+    branch->n_blocks = n_blocks;
+    rk_tree_commit(tree, branch, n_computed);
 }
 
 /* ---- eviction ------------------------------------------------------------ */

@@ -59,6 +59,7 @@ typedef struct rk_tree {
     rk_branch *first;
     rk_kv *kv;
     int32_t block_tokens;
+    bool indexed; /* prefixes are found and published */
     uint64_t next_id;
     int32_t n_branches;
     int64_t evictions; /* blocks taken by RSBCM */
@@ -110,6 +111,11 @@ rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
 /* Positions up to n_computed now have their KV: note it and enter full blocks
  * into the exact index (never for approximate branches). */
 void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed);
+
+/* The leader has just committed n_computed tokens that are also this branch's:
+ * share all of its blocks. */
+void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
+                    int32_t n_computed);
 
 /* Free blocks by RSBCM until n_blocks are free; returns whether they are.
  * Only tails of unpinned branches that nobody else still needs. */
