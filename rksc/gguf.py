@@ -284,4 +284,4 @@ def _with_known_type(stored: Stored) -> Stored:
         values = np.ascontiguousarray(gguf.dequantize(rows, kind), np.float32)
     except NotImplementedError as error:
         raise ValueError(f"{stored.path}: tensor {stored.name}: {error}") from None
-    return replace(stored, type="F32", raw=memoryview(values.reshape(-1).view(np.uint8)))
+    return replace(stored, type="F32", raw=memoryview(values.data).cast("B"))

@@ -98,7 +98,7 @@ class Tokenizer:
         `names` are template variables such as bos_token.
         """
         self._pipeline = pipeline
-        self._plain: tokenizers.Tokenizer | None = None
+        self._variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {}
         self._pieces = pieces
         self._special = dict(special)
         self.bos_id, self.eos_id = bos_id, eos_id
@@ -130,31 +130,41 @@ class Tokenizer:
         found: int | None = self._pipeline.token_to_id(token)
         return found
 
-    def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, bos: bool | None = None, special: bool = True, start: bool = True
+    ) -> list[int]:
         """The ids of `text`.
 
         bos: None puts the BOS first where the model wants one, True and False decide; a text
         that already begins with it gets no second one. special: are spellings of special
-        tokens in the text (such as <|im_end|>) these tokens, or plain text?
+        tokens in the text (such as <|im_end|>) these tokens, or plain text? start: does the
+        text begin here? If it goes on after other tokens, there is no BOS unless bos=True, and
+        none of the space that SentencePiece models put before a text.
         """
         if not isinstance(text, str):
             raise TypeError(f"text must be a str, not {type(text).__name__}")
         text.encode()  # a lone surrogate is a ValueError here
-        pipeline = self._pipeline if special else self._plain_pipeline()
+        pipeline = self._variant(special, start or not self._strips_space)
         ids: list[int] = pipeline.encode(text, add_special_tokens=False).ids
         if bos and self.bos_id is None:
             raise ValueError("bos=True, but this tokenizer has no BOS token")
-        wanted = self.adds_bos if bos is None else bos
+        wanted = self.adds_bos and start if bos is None else bos
         if wanted and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
-    def _plain_pipeline(self) -> tokenizers.Tokenizer:
-        if self._plain is None:
-            plain = _library().Tokenizer.from_str(self._pipeline.to_str())
-            plain.encode_special_tokens = True
-            self._plain = plain
-        return self._plain
+    def _variant(self, special: bool, start: bool) -> tokenizers.Tokenizer:
+        """The pipeline, or a copy that differs in what the settings ask for."""
+        if special and start:
+            return self._pipeline
+        if (special, start) not in self._variants:
+            described = json.loads(self._pipeline.to_str())
+            if not start:
+                _drop_first_space(described)
+            variant = _library().Tokenizer.from_str(json.dumps(described))
+            variant.encode_special_tokens = not special
+            self._variants[special, start] = variant
+        return self._variants[special, start]
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -208,6 +218,19 @@ class Tokenizer:
             continue_final,
             **(defaults | template_kwargs),
         )
+
+
+def _drop_first_space(described: dict[str, Any]) -> None:
+    """Edit a tokenizer.json so that no space is put before a text."""
+    for part in ("normalizer", "pre_tokenizer"):
+        step = described[part] or {}
+        inner = step.get("normalizers", step.get("pretokenizers", [step]))
+        for each in inner:
+            if each.get("type") == "Metaspace":
+                each["prepend_scheme"] = "never"
+        if step.get("type") == "Prepend":
+            described[part] = None
+        inner[:] = [each for each in inner if each.get("type") != "Prepend"]
 
 
 class StreamDecoder:
@@ -365,11 +388,11 @@ def _from_gguf(cls: type[Tokenizer], metadata: Mapping[str, Any]) -> Tokenizer:
     if not isinstance(tokens, list) or not tokens:
         raise ValueError("GGUF: tokenizer.ggml.tokens is missing")
     kinds = _token_kinds(keys, len(tokens))
-    ids = {}
+    ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "unknown", "padding"):
-        ids[name] = _token_id(keys, f"{name}_token_id", len(tokens))
-        if ids[name] is not None and kinds[ids[name]] == _NORMAL:
-            kinds[ids[name]] = _CONTROL
+        found = ids[name] = _token_id(keys, f"{name}_token_id", len(tokens))
+        if found is not None and kinds[found] == _NORMAL:
+            kinds[found] = _CONTROL
     model, pre = keys.get("model"), keys.get("pre")
     if model == "gpt2":
         pipeline = _byte_level(library, keys, tokens, kinds, pre)

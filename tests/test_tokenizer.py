@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -259,6 +260,29 @@ def test_sentencepiece_without_a_space_before() -> None:
     for text in texts():
         ids = tokenizer.encode(text, special=False, bos=False)
         assert tokenizer.decode(ids) == tokenizer.decode(ids, start=False) == text
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_sentencepiece_goes_on_without_a_space(tmp_path: Path, legacy: bool) -> None:
+    """Both ways in which folders say that a space comes before a text."""
+    reference(tmp_path, sentencepiece_metadata()).save_pretrained(tmp_path / "hf")
+    if legacy:
+        path = tmp_path / "hf" / "tokenizer.json"
+        described = json.loads(path.read_text())
+        prepend = {"type": "Prepend", "prepend": "\u2581"}
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+        described["normalizer"] = {"type": "Sequence", "normalizers": [prepend, replace]}
+        described["pre_tokenizer"] = None
+        path.write_text(json.dumps(described))
+    tokenizer = Tokenizer.from_folder(tmp_path / "hf")
+    for text in ("def x", " def", "\n", "</s>def", ""):
+        for special in (True, False):
+            ids = tokenizer.encode(text, start=False, special=special)
+            assert tokenizer.decode(ids, special=True, start=False) == text
+            assert tokenizer.bos_id not in ids
+    head = tokenizer.encode("one two", bos=False)
+    assert tokenizer.decode(head + tokenizer.encode("three", start=False)) == "one twothree"
+    assert tokenizer.encode("x", bos=True, start=False)[0] == 1
 
 
 # ---- streaming ----------------------------------------------------------------------------
