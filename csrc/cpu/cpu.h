@@ -26,6 +26,7 @@ typedef struct cpu_product {
     const float *bias; /* (n,) or NULL */
     int32_t m, n, k;
     bool accumulate;
+    void *scratch; /* product_scratch_bytes(k), where kernels want it */
 } cpu_product;
 
 /* Keys of one KV head in a run of blocks. Key p lies in block blocks[p /
@@ -53,6 +54,7 @@ typedef struct cpu_kernels {
      * of packed_bytes(k) each, the last one with fewer rows. */
     void (*pack)(void *out, const void *a, int32_t rows, int32_t k);
     size_t (*packed_bytes)(int32_t k);
+    size_t (*product_scratch_bytes)(int32_t k);
     /* act row of n values from float32 */
     void (*convert[2])(void *out, const float *x, int32_t n);
     void (*norm[2])(void *out, const float *x, const float *weight, float eps,
@@ -147,6 +149,8 @@ typedef struct cpu_device {
     int64_t block_bytes, layer_bytes; /* of one block, of one layer in it */
 
     char *packed; /* activations of one product; NULL: not wanted */
+    char *panels; /* n_threads * panel_bytes: scratch of products */
+    size_t panel_bytes;
 
     char *scratch; /* n_threads * scratch_bytes */
     size_t scratch_bytes;
@@ -198,7 +202,8 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
 void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
              int32_t layer_id);
 size_t cpu_product_scratch(const cpu_device *dev);
-size_t cpu_product_packed_bytes(const cpu_device *dev);
+/* Memory for packed activations and products' own scratch; false: none. */
+bool cpu_product_allocate(cpu_device *dev);
 
 /* attention.c */
 void cpu_attention(rk_device *base, void *out, const void *q,

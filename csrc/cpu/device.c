@@ -103,6 +103,7 @@ static void device_destroy(rk_device *base)
     }
     free((void *)dev->config.inv_freq);
     free(dev->packed);
+    free(dev->panels);
     free(dev->scratch);
     free(dev->cosine);
     free(dev->sine);
@@ -189,12 +190,6 @@ static bool allocate(cpu_device *dev)
     memcpy(inv_freq, dev->config.inv_freq, half * sizeof *inv_freq);
     dev->config.inv_freq = inv_freq;
 
-    if (dev->bf16 && dev->kernels->pack != NULL) {
-        dev->packed = device_alloc(base, cpu_product_packed_bytes(dev));
-        if (dev->packed == NULL) {
-            return false;
-        }
-    }
     size_t scratch = larger(cpu_product_scratch(dev),
                             cpu_attention_scratch(dev));
     scratch = larger(scratch, cpu_rows_scratch(dev));
@@ -208,7 +203,7 @@ static bool allocate(cpu_device *dev)
     dev->slices = device_alloc(base, cpu_pick_slices_bytes(dev));
     dev->partials_bytes = PARTIALS_BYTES;
     dev->partials = map_pages(dev->partials_bytes);
-    return dev->scratch != NULL && dev->cosine != NULL && dev->sine != NULL &&
+    return cpu_product_allocate(dev) && dev->scratch != NULL && dev->cosine != NULL && dev->sine != NULL &&
            dev->tiles != NULL && dev->chunk_tiles != NULL &&
            dev->slices != NULL && dev->partials != NULL;
 }

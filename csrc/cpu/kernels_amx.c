@@ -35,8 +35,8 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
 #define BARRIER() __asm__ volatile("" ::: "memory") /* tiles read memory */
 
 /* Tiles 0 .. 3: sums, (weights 2, activations 2); 4, 5: weights; 6, 7:
- * activations. `rows` of weights in a tile. */
-static void configure(int rows)
+ * activations. All are whole. */
+static void configure(void)
 {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -45,7 +45,7 @@ static void configure(int rows)
     } layout = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         layout.row_bytes[i] = 64;
-        layout.rows[i] = (uint8_t)(i < 6 ? rows : SIDE);
+        layout.rows[i] = SIDE;
     }
     BARRIER();
     __asm__ volatile("" ::"m"(layout));
@@ -146,58 +146,61 @@ static void put_tile(const cpu_product *job, const float *sums, int32_t i,
     }
 }
 
-/* The last, partial step of K: `rows` weight rows, `left` elements each. */
-static void pad_weights(uint16_t *to, const uint16_t *w, int64_t k, int rows,
-                        int left)
+/* Where the tiles of some weight rows are read: step s of tile t at base +
+ * s * step_bytes + t * tile_bytes, rows `stride` bytes apart. */
+typedef struct weight_view {
+    const char *base;
+    size_t step_bytes, tile_bytes;
+    long stride;
+} weight_view;
+
+/* n_rows (<= 2 * SIDE) rows of w: (., k) as whole tiles one after the other,
+ * zeros where there is no row or element. */
+static weight_view copy_weights(char *panel, const uint16_t *w, int32_t k,
+                                int32_t n_rows)
 {
-    for (int r = 0; r < rows; r++) {
-        vb_store(to + r * DEPTH, vb_load_n(w + r * k, left));
+    weight_view view = {panel, 2 * TILE_BYTES, TILE_BYTES, 64};
+    for (int32_t at = 0; at < k; at += DEPTH, panel += 2 * TILE_BYTES) {
+        const int32_t left = k - at;
+        for (int32_t r = 0; r < 2 * SIDE; r++) {
+            const uint16_t *from = w + (int64_t)r * k + at;
+            vb x = r >= n_rows     ? _mm512_setzero_si512()
+                   : left >= DEPTH ? vb_load(from)
+                                   : vb_load_n(from, left);
+            vb_store((uint16_t *)(panel + r * 64), x);
+        }
     }
+    BARRIER();
+    return view;
 }
 
 /* Sums of n_tiles (1, 2) weight tiles by m_tiles (1, 2) activation tiles. */
 static inline __attribute__((always_inline)) void
-multiply_tiles(float sums[4][SIDE * SIDE], const uint16_t *w, int64_t k,
-               const char *a, size_t group_bytes, int rows, int n_tiles,
-               int m_tiles)
+multiply_tiles(float sums[4][SIDE * SIDE], const weight_view *w, const char *a,
+               size_t group_bytes, int n_tiles, int m_tiles)
 {
-    const uint16_t *w2 = w + SIDE * k;
-    const char *a2 = a + group_bytes;
-    const long w_stride = (long)k * 2;
-    _Alignas(64) uint16_t pad[2][SIDE * DEPTH];
+    const char *end = a + group_bytes, *from = w->base;
+    const size_t step = w->step_bytes, tile = w->tile_bytes;
+    const long stride = w->stride;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t at = 0; at < k; at += DEPTH) {
-        const uint16_t *from = w + at, *from2 = w2 + at;
-        long stride = w_stride;
-        if (k - at < DEPTH) {
-            pad_weights(pad[0], from, k, rows, (int)(k - at));
-            if (n_tiles == 2) {
-                pad_weights(pad[1], from2, k, rows, (int)(k - at));
-            }
-            BARRIER();
-            from = pad[0];
-            from2 = pad[1];
-            stride = 64;
-        }
+    for (; a < end; a += TILE_BYTES, from += step) {
         _tile_loadd(6, a, 64);
         _tile_loadd(4, from, stride);
         _tile_dpbf16ps(0, 4, 6);
         if (m_tiles == 2) {
-            _tile_loadd(7, a2, 64);
+            _tile_loadd(7, a + group_bytes, 64);
             _tile_dpbf16ps(1, 4, 7);
         }
         if (n_tiles == 2) {
-            _tile_loadd(5, from2, stride);
+            _tile_loadd(5, from + tile, stride);
             _tile_dpbf16ps(2, 5, 6);
             if (m_tiles == 2) {
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
-        a += TILE_BYTES;
-        a2 += TILE_BYTES;
     }
     _tile_stored(0, sums[0], 64);
     if (m_tiles == 2) {
@@ -212,57 +215,69 @@ multiply_tiles(float sums[4][SIDE * SIDE], const uint16_t *w, int64_t k,
     BARRIER();
 }
 
-/* All activation rows by `rows` weight rows of each of n_tiles tiles. */
-static void weight_tiles(const cpu_product *job, int32_t j, int rows,
-                         int n_tiles)
+/* All activation rows by n_rows (<= 2 * SIDE) weight rows from j. */
+static void weight_tiles(const cpu_product *job, const weight_view *w,
+                         int32_t j, int32_t n_rows)
 {
-    const int64_t k = job->k;
     const size_t group_bytes = packed_bytes(job->k);
-    const uint16_t *w = (const uint16_t *)job->w + j * k;
+    const int n_tiles = n_rows > SIDE ? 2 : 1;
     _Alignas(64) float sums[4][SIDE * SIDE];
     for (int32_t i = 0; i < job->m; i += 2 * SIDE) {
         const char *a = (const char *)job->a + (size_t)(i / SIDE) * group_bytes;
-        const bool two = job->m - i > SIDE;
-        if (n_tiles == 2 && two) {
-            multiply_tiles(sums, w, k, a, group_bytes, rows, 2, 2);
+        const int m_tiles = job->m - i > SIDE ? 2 : 1;
+        if (n_tiles == 2 && m_tiles == 2) {
+            multiply_tiles(sums, w, a, group_bytes, 2, 2);
         } else if (n_tiles == 2) {
-            multiply_tiles(sums, w, k, a, group_bytes, rows, 2, 1);
-        } else if (two) {
-            multiply_tiles(sums, w, k, a, group_bytes, rows, 1, 2);
+            multiply_tiles(sums, w, a, group_bytes, 2, 1);
+        } else if (m_tiles == 2) {
+            multiply_tiles(sums, w, a, group_bytes, 1, 2);
         } else {
-            multiply_tiles(sums, w, k, a, group_bytes, rows, 1, 1);
+            multiply_tiles(sums, w, a, group_bytes, 1, 1);
         }
-        for (int t = 0; t < n_tiles; t++) {
-            for (int32_t g = 0; g < (two ? 2 : 1); g++) {
-                int32_t m = job->m - i - g * SIDE;
+        for (int32_t t = 0; t < n_tiles; t++) {
+            for (int32_t g = 0; g < m_tiles; g++) {
+                int32_t m = job->m - i - g * SIDE, n = n_rows - t * SIDE;
                 put_tile(job, sums[2 * t + g], i + g * SIDE, j + t * SIDE,
-                         m < SIDE ? m : SIDE, rows);
+                         m < SIDE ? m : SIDE, n < SIDE ? n : SIDE);
             }
         }
     }
 }
 
+/* With few activation rows weights are read where they lie: each is used once
+ * or twice. With many, two tiles of rows are first copied into aligned tiles:
+ * loading one whose rows cross cache lines takes six times as long. */
 static void product_bf16(const cpu_product *job)
 {
-    int32_t j = 0;
-    configure(SIDE);
-    for (; j + 2 * SIDE <= job->n; j += 2 * SIDE) {
-        weight_tiles(job, j, SIDE, 2);
-    }
-    if (j + SIDE <= job->n) {
-        weight_tiles(job, j, SIDE, 1);
-        j += SIDE;
-    }
-    if (j < job->n) {
-        configure(job->n - j);
-        weight_tiles(job, j, job->n - j, 1);
+    const uint16_t *w = job->w;
+    const bool whole = job->k % DEPTH == 0;
+    configure();
+    for (int32_t j = 0; j < job->n;) {
+        int32_t n = job->n - j < 2 * SIDE ? job->n - j : 2 * SIDE;
+        const uint16_t *rows = w + (int64_t)j * job->k;
+        weight_view view = {(const char *)rows, DEPTH * 2,
+                            (size_t)job->k * 2 * SIDE, (long)job->k * 2};
+        if (whole && job->m <= 2 * SIDE && n >= SIDE) {
+            n = n == 2 * SIDE ? n : SIDE;
+        } else {
+            view = copy_weights(job->scratch, rows, job->k, n);
+        }
+        weight_tiles(job, &view, j, n);
+        j += n;
     }
     _tile_release();
+}
+
+/* Two weight tiles wide. */
+static size_t product_scratch_bytes(int32_t k)
+{
+    return 2 * packed_bytes(k);
 }
 
 #define TABLE cpu_kernels_amx
 #define PACKED_BYTES packed_bytes
 #define PACK_ROWS pack_rows
+#define SCRATCH_BYTES product_scratch_bytes
 #include "template_table.h"
 #else
 typedef int kernels_amx_is_empty;

@@ -11,6 +11,7 @@
 #include "cpu.h"
 
 #define STEP 64
+#define PANEL 512 /* rows of a panel that is packed: weights are copied once */
 #define SLICE_BYTES 40000 /* of weights in a unit, when rows are few */
 
 /* How w->rows outputs and n rows are cut. */
@@ -18,11 +19,23 @@ typedef struct cut {
     int32_t n_step, m_step, m_units, n_units;
 } cut;
 
+/* Rows of a unit: as many as still leave some units for each thread. */
+static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n)
+{
+    int32_t step = dev->packed != NULL ? PANEL : STEP;
+    while (step > STEP && cpu_ceil_div(m, step) * cpu_ceil_div(n, STEP) <
+                              4 * dev->n_threads) {
+        step /= 2;
+    }
+    return step;
+}
+
 static cut cut_product(const cpu_device *dev, int32_t m, int32_t n, int32_t k)
 {
-    cut c = {.m_step = STEP, .n_step = STEP};
-    c.m_units = cpu_ceil_div(m, STEP);
-    if (c.m_units == 1) {
+    cut c = {.m_step = rows_of_unit(dev, m, n)};
+    c.n_step = c.m_step > STEP ? STEP / 2 : STEP;
+    c.m_units = cpu_ceil_div(m, c.m_step);
+    if (m <= STEP) {
         int64_t rows = SLICE_BYTES / ((int64_t)k * (int64_t)dev->act_bytes);
         c.n_step = cpu_max(16, (int32_t)(rows < STEP ? rows : STEP) & ~15);
     }
@@ -77,21 +90,29 @@ static const void *prepare(const cpu_device *dev, const void *a, int32_t n,
     return dev->packed;
 }
 
-size_t cpu_product_packed_bytes(const cpu_device *dev)
+bool cpu_product_allocate(cpu_device *dev)
 {
     const rk_config *c = &dev->config;
+    if (!dev->bf16 || dev->kernels->pack == NULL) {
+        return true;
+    }
     int32_t k = cpu_max(cpu_max(c->width, c->ffn_width),
                         c->n_heads * c->head_dim);
     int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
-    return (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
-           dev->kernels->packed_bytes(k);
+    size_t bytes = (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
+                   dev->kernels->packed_bytes(k);
+    dev->panel_bytes = cpu_align(dev->kernels->product_scratch_bytes(k));
+    dev->packed = dev->base.ops->alloc(&dev->base, bytes);
+    dev->panels = dev->base.ops->alloc(
+        &dev->base, dev->panel_bytes * (size_t)dev->n_threads);
+    return dev->packed != NULL && dev->panels != NULL;
 }
 
 /* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
  * `prepare`d, r->m_begin a multiple of CPU_PACK_ROWS. */
 static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
                      const void *a, const rk_matrix *w, const range *r,
-                     bool accumulate)
+                     bool accumulate, int32_t thread)
 {
     const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
     const int64_t a_bytes =
@@ -108,6 +129,7 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
         .n = r->n,
         .k = w->cols,
         .accumulate = accumulate,
+        .scratch = dev->panels + (size_t)thread * dev->panel_bytes,
     };
     dev->kernels->product[dev->bf16](&job);
 }
@@ -128,10 +150,9 @@ static void linear_unit(void *argument, int32_t unit, int32_t thread)
 {
     const linear_job *job = argument;
     range r = unit_range(&job->c, job->n, job->w->rows, unit);
-    (void)thread;
     multiply(job->dev,
              job->out + (int64_t)r.m_begin * job->w->rows + r.n_begin,
-             job->w->rows, job->a, job->w, &r, job->accumulate);
+             job->w->rows, job->a, job->w, &r, job->accumulate, thread);
 }
 
 void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
@@ -160,13 +181,14 @@ static void swiglu_unit(void *argument, int32_t unit, int32_t thread)
     const cpu_device *dev = job->dev;
     const int64_t ffn = job->gate->rows;
     range r = unit_range(&job->c, job->n, job->gate->rows, unit);
-    float *gate = cpu_scratch(dev, thread), *up = gate + STEP * STEP;
-    multiply(dev, gate, r.n, job->a, job->gate, &r, false);
-    multiply(dev, up, r.n, job->a, job->up, &r, false);
+    float *gate = cpu_scratch(dev, thread), *up = gate + (int64_t)r.m * r.n;
+    multiply(dev, gate, r.n, job->a, job->gate, &r, false, thread);
+    multiply(dev, up, r.n, job->a, job->up, &r, false, thread);
     for (int32_t i = 0; i < r.m; i++) {
         int64_t at = (r.m_begin + i) * ffn + r.n_begin;
         dev->kernels->swiglu[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
-                                        gate + i * r.n, up + i * r.n, r.n);
+                                        gate + (int64_t)i * r.n,
+                                        up + (int64_t)i * r.n, r.n);
     }
 }
 
@@ -187,7 +209,7 @@ typedef struct qkv_job {
     const void *a;
     const rk_layer *layer;
     int32_t layer_id;
-    int32_t m_units;
+    int32_t m_step, m_units;
 } qkv_job;
 
 /* One row of K, lanes of a block are its keys. `act` has head_dim elements. */
@@ -247,13 +269,13 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
     const rk_matrix *w = query   ? &job->layer->query
                          : value ? &job->layer->value
                                  : &job->layer->key;
-    range r = {.m_begin = unit % job->m_units * STEP,
+    range r = {.m_begin = unit % job->m_units * job->m_step,
                .n_begin = (head - first) * head_dim,
                .n = head_dim};
-    r.m = cpu_min(STEP, dev->batch.n_rows - r.m_begin);
+    r.m = cpu_min(job->m_step, dev->batch.n_rows - r.m_begin);
     float *rows = cpu_scratch(dev, thread);
-    void *act = rows + STEP * head_dim;
-    multiply(dev, rows, head_dim, job->a, w, &r, false);
+    void *act = rows + (int64_t)r.m * head_dim;
+    multiply(dev, rows, head_dim, job->a, w, &r, false, thread);
     for (int32_t i = 0; !value && i < r.m; i++) {
         int64_t angle = (int64_t)(r.m_begin + i) * half;
         dev->kernels->rope(rows + i * head_dim, dev->cosine + angle,
@@ -273,17 +295,22 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
              int32_t layer_id)
 {
     cpu_device *dev = (cpu_device *)base;
-    qkv_job job = {dev, out,
-                   prepare(dev, a, dev->batch.n_rows, layer->query.cols),
-                   layer, layer_id, cpu_ceil_div(dev->batch.n_rows, STEP)};
-    cpu_pool_run(dev->pool, qkv_unit, &job,
-                 job.m_units *
-                     (dev->config.n_heads + 2 * dev->config.n_kv_heads));
+    const int32_t n_rows = dev->batch.n_rows;
+    const int32_t n_heads = dev->config.n_heads + 2 * dev->config.n_kv_heads;
+    qkv_job job = {.dev = dev,
+                   .out = out,
+                   .a = prepare(dev, a, n_rows, layer->query.cols),
+                   .layer = layer,
+                   .layer_id = layer_id};
+    job.m_step = rows_of_unit(dev, n_rows, n_heads * STEP);
+    job.m_units = cpu_ceil_div(n_rows, job.m_step);
+    cpu_pool_run(dev->pool, qkv_unit, &job, job.m_units * n_heads);
 }
 
 size_t cpu_product_scratch(const cpu_device *dev)
 {
-    size_t tiles = 2 * STEP * STEP * sizeof(float);
-    size_t head = (STEP + 1) * (size_t)dev->config.head_dim * sizeof(float);
+    size_t step = dev->bf16 && dev->kernels->pack != NULL ? PANEL : STEP;
+    size_t tiles = 2 * step * STEP * sizeof(float);
+    size_t head = (step + 1) * (size_t)dev->config.head_dim * sizeof(float);
     return tiles > head ? tiles : head;
 }

@@ -3,12 +3,14 @@
 #if !defined(PACK_ROWS)
 #define PACK_ROWS NULL
 #define PACKED_BYTES NULL
+#define SCRATCH_BYTES NULL
 #endif
 
 const cpu_kernels TABLE = {
     .product = {product_f32, product_bf16},
     .pack = PACK_ROWS,
     .packed_bytes = PACKED_BYTES,
+    .product_scratch_bytes = SCRATCH_BYTES,
     .convert = {row_convert_f32, row_convert_bf16},
     .norm = {row_norm_f32, row_norm_bf16},
     .swiglu = {row_swiglu_f32, row_swiglu_bf16},
