@@ -1,0 +1,796 @@
+/* Generation: requests go in, the engine's events come out and find their way.
+ *
+ * All calls share one scheduler, so a step of one thread's `_generate` also
+ * advances the requests of others. Every event goes to the collector that owns
+ * its request (a running `_generate`), or else to the queue that `_step`
+ * hands out. Everything here is guarded by the session's lock.
+ */
+#include "py.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+/* One request of a running `_generate`. */
+typedef struct series {
+    uint64_t request;
+    const rk_branch *branch; /* only compared */
+    int32_t n, capacity;
+    int32_t *tokens;
+    float *top_probs, *logprobs, *entropies;
+    rk_token end; /* end.finish: RK_FINISH_NONE while it runs */
+} series;
+
+typedef struct collector {
+    struct collector *next;
+    series *series; /* (n,) ids rise */
+    int32_t n, n_left;
+} collector;
+
+/* A request of `_submit` that has not ended. */
+typedef struct submission {
+    struct submission *next;
+    uint64_t request;
+    const rk_branch *branch;
+} submission;
+
+struct rk_generating {
+    uint8_t *token_bytes;   /* of all tokens, one after the other */
+    int64_t *token_offsets; /* (vocab_size + 1,); NULL: no table */
+    uint64_t next_group;
+    collector *collectors;
+    submission *submissions;
+    int32_t n_submissions;
+    rk_token *queue; /* events for `_step` */
+    int32_t n_queue, queue_capacity;
+};
+
+/* ---- the table of token bytes
+ * --------------------------------------------------- */
+
+static int fill_table(rk_generating *g, PyObject *items, int32_t vocab_size)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(items);
+    int64_t total = 0;
+
+    /* What lies beyond the vocabulary can never be generated. */
+    n = n < vocab_size ? n : vocab_size;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PyTuple_GET_ITEM(items, i);
+
+        if (!PyBytes_Check(item)) {
+            PyErr_Format(PyExc_TypeError,
+                         "token_bytes[%zd] must be bytes, not %s", i,
+                         Py_TYPE(item)->tp_name);
+            return -1;
+        }
+        total += PyBytes_GET_SIZE(item);
+    }
+    g->token_bytes = PyMem_RawMalloc((size_t)total + 1);
+    g->token_offsets =
+        PyMem_RawCalloc((size_t)vocab_size + 1, sizeof *g->token_offsets);
+    if (g->token_bytes == NULL || g->token_offsets == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    total = 0;
+    for (Py_ssize_t i = 0; i < vocab_size; i++) {
+        if (i < n) {
+            PyObject *item = PyTuple_GET_ITEM(items, i);
+
+            memcpy(g->token_bytes + total, PyBytes_AS_STRING(item),
+                   (size_t)PyBytes_GET_SIZE(item));
+            total += PyBytes_GET_SIZE(item);
+        }
+        g->token_offsets[i + 1] = total;
+    }
+    return 0;
+}
+
+rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size)
+{
+    rk_generating *g = PyMem_RawCalloc(1, sizeof *g);
+    PyObject *items;
+    int failed;
+
+    if (g == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (token_bytes == Py_None) {
+        return g;
+    }
+    items = PySequence_Tuple(token_bytes);
+    failed = items == NULL || fill_table(g, items, vocab_size) < 0;
+    Py_XDECREF(items);
+    if (failed) {
+        rk_generating_free(g);
+        return NULL;
+    }
+    return g;
+}
+
+static void remove_submission(rk_generating *g, submission **at)
+{
+    submission *gone = *at;
+
+    *at = gone->next;
+    g->n_submissions--;
+    PyMem_RawFree(gone);
+}
+
+void rk_generating_free(rk_generating *g)
+{
+    if (g == NULL) {
+        return;
+    }
+    while (g->submissions != NULL) {
+        remove_submission(g, &g->submissions);
+    }
+    PyMem_RawFree(g->token_bytes);
+    PyMem_RawFree(g->token_offsets);
+    PyMem_RawFree(g->queue);
+    PyMem_RawFree(g);
+}
+
+/* ---- where events go
+ * ------------------------------------------------------------- */
+
+static bool series_grow(series *s)
+{
+    int32_t capacity = s->capacity < 32 ? 32 : s->capacity * 2;
+    size_t bytes = (size_t)capacity * 4; /* all four arrays are this large */
+    int32_t *tokens = PyMem_RawRealloc(s->tokens, bytes);
+    float *top_probs = PyMem_RawRealloc(s->top_probs, bytes);
+    float *logprobs = PyMem_RawRealloc(s->logprobs, bytes);
+    float *entropies = PyMem_RawRealloc(s->entropies, bytes);
+
+    s->tokens = tokens != NULL ? tokens : s->tokens;
+    s->top_probs = top_probs != NULL ? top_probs : s->top_probs;
+    s->logprobs = logprobs != NULL ? logprobs : s->logprobs;
+    s->entropies = entropies != NULL ? entropies : s->entropies;
+    if (tokens == NULL || top_probs == NULL || logprobs == NULL ||
+        entropies == NULL) {
+        return false;
+    }
+    s->capacity = capacity;
+    return true;
+}
+
+static bool series_take(collector *c, series *s, const rk_token *event)
+{
+    if (event->token >= 0) {
+        if (s->n == s->capacity && !series_grow(s)) {
+            return false;
+        }
+        s->tokens[s->n] = event->token;
+        s->top_probs[s->n] = event->top_prob;
+        s->logprobs[s->n] = event->logprob;
+        s->entropies[s->n] = event->entropy;
+        s->n++;
+    }
+    if (event->finish != RK_FINISH_NONE && s->end.finish == RK_FINISH_NONE) {
+        s->end = *event;
+        c->n_left--;
+    }
+    return true;
+}
+
+static series *find_series(const collector *c, uint64_t request)
+{
+    int32_t low = 0, high = c->n;
+
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+
+        if (c->series[middle].request < request) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < c->n && c->series[low].request == request ? &c->series[low]
+                                                           : NULL;
+}
+
+static bool enqueue(rk_generating *g, const rk_token *event)
+{
+    if (g->n_queue == g->queue_capacity) {
+        int32_t capacity = g->queue_capacity < 64 ? 64 : g->queue_capacity * 2;
+        rk_token *grown =
+            PyMem_RawRealloc(g->queue, (size_t)capacity * sizeof *grown);
+
+        if (grown == NULL) {
+            return false;
+        }
+        g->queue = grown;
+        g->queue_capacity = capacity;
+    }
+    g->queue[g->n_queue++] = *event;
+    return true;
+}
+
+/* False: no memory for it. Events of requests that nobody waits for any more
+ * are none of our business. */
+static bool dispatch(rk_generating *g, const rk_token *event)
+{
+    for (collector *c = g->collectors; c != NULL; c = c->next) {
+        series *s = find_series(c, event->request);
+
+        if (s != NULL) {
+            return series_take(c, s, event);
+        }
+    }
+    for (submission **at = &g->submissions; *at != NULL; at = &(*at)->next) {
+        if ((*at)->request == event->request) {
+            if (event->finish != RK_FINISH_NONE) {
+                remove_submission(g, at);
+            }
+            return enqueue(g, event);
+        }
+    }
+    return true;
+}
+
+/* One step of the engine; its events go where they belong, after a failure
+ * those that came before it. */
+static rk_status step(session_object *session, int32_t *n_active, rk_error *err)
+{
+    const rk_token *events = NULL;
+    int32_t n_events = 0;
+    bool taken = true;
+    rk_status status =
+        rk_session_step(session->engine, &events, &n_events, n_active, err);
+
+    for (int32_t i = 0; i < n_events; i++) {
+        taken = dispatch(session->generating, &events[i]) && taken;
+    }
+    if (status == RK_OK && !taken) {
+        status = rk_fail(err, RK_ENOMEM, "no memory for new tokens");
+    }
+    return status;
+}
+
+void rk_generating_forget(rk_generating *g, const rk_branch *branch)
+{
+    for (collector *c = g->collectors; c != NULL; c = c->next) {
+        for (int32_t i = 0; i < c->n; i++) {
+            const rk_token end = {
+                .token = -1, .finish = RK_FINISH_CANCELLED, .stop_index = -1};
+
+            if (c->series[i].branch == branch) {
+                series_take(c, &c->series[i], &end);
+                c->series[i].branch = NULL;
+            }
+        }
+    }
+    for (submission **at = &g->submissions; *at != NULL;) {
+        if ((*at)->branch == branch) {
+            /* Its consumer learns it; without memory, by n_active alone. */
+            enqueue(g, &(rk_token){.request = (*at)->request,
+                                   .token = -1,
+                                   .finish = RK_FINISH_CANCELLED,
+                                   .stop_index = -1});
+            remove_submission(g, at);
+        } else {
+            at = &(*at)->next;
+        }
+    }
+}
+
+/* ---- arguments
+ * -------------------------------------------------------------------- */
+
+/* What `_submit` and `_generate` have in common; owns what options point to. */
+typedef struct settings {
+    rk_generation_options options;
+    rk_tokens stop_ids;
+    PyObject *strings; /* tuple of bytes */
+    const uint8_t **stop_strings;
+    int32_t *stop_lengths;
+} settings;
+
+#define N_SETTINGS 11
+#define SETTINGS_KEYWORDS                                                      \
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed",        \
+        "stop_ids", "stop_strings", "stop_top", "stop_lead", "min_steps"
+#define SETTINGS_REFERENCES(objects)                                           \
+    &(objects)[0], &(objects)[1], &(objects)[2], &(objects)[3], &(objects)[4], \
+        &(objects)[5], &(objects)[6], &(objects)[7], &(objects)[8],            \
+        &(objects)[9], &(objects)[10]
+
+static void settings_free(settings *s)
+{
+    rk_tokens_free(&s->stop_ids);
+    Py_CLEAR(s->strings);
+    PyMem_RawFree(s->stop_strings);
+    PyMem_RawFree(s->stop_lengths);
+    s->stop_strings = NULL;
+    s->stop_lengths = NULL;
+}
+
+static int read_strings(settings *s, PyObject *object)
+{
+    Py_ssize_t n;
+
+    s->strings = PySequence_Tuple(object);
+    if (s->strings == NULL) {
+        return -1;
+    }
+    n = PyTuple_GET_SIZE(s->strings);
+    if (n > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "stop_strings: too many");
+        return -1;
+    }
+    s->stop_strings = PyMem_RawCalloc((size_t)n + 1, sizeof *s->stop_strings);
+    s->stop_lengths = PyMem_RawCalloc((size_t)n + 1, sizeof *s->stop_lengths);
+    if (s->stop_strings == NULL || s->stop_lengths == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PyTuple_GET_ITEM(s->strings, i);
+
+        if (!PyBytes_Check(item)) {
+            PyErr_Format(PyExc_TypeError,
+                         "stop_strings[%zd] must be bytes, not %s", i,
+                         Py_TYPE(item)->tp_name);
+            return -1;
+        }
+        if (PyBytes_GET_SIZE(item) < 1 || PyBytes_GET_SIZE(item) > 1 << 20) {
+            PyErr_Format(PyExc_ValueError,
+                         "stop_strings[%zd] has %zd bytes, not 1 .. %d", i,
+                         PyBytes_GET_SIZE(item), 1 << 20);
+            return -1;
+        }
+        s->stop_strings[i] = (const uint8_t *)PyBytes_AS_STRING(item);
+        s->stop_lengths[i] = (int32_t)PyBytes_GET_SIZE(item);
+    }
+    return 0;
+}
+
+/* A float in [least, most]; NaN is in no interval. */
+static int read_float(double *out, PyObject *object, const char *what,
+                      double least, double most)
+{
+    *out = PyFloat_AsDouble(object);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (!(*out >= least && *out <= most)) {
+        PyErr_Format(PyExc_ValueError, "%s is out of range: %R", what, object);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_settings(settings *s, PyObject *const *objects,
+                         const session_object *session)
+{
+    rk_generation_options *o = &s->options;
+    double temperature, top_p, min_p;
+
+    *s = (settings){0};
+    if (rk_int_read(&o->max_new_tokens, objects[0], "max_new_tokens", 0,
+                    INT32_MAX) < 0 ||
+        read_float(&temperature, objects[1], "temperature", 0, 1e30) < 0 ||
+        rk_int_read(&o->draw.top_k, objects[2], "top_k", 0, INT32_MAX) < 0 ||
+        read_float(&top_p, objects[3], "top_p", 0, 1) < 0 ||
+        read_float(&min_p, objects[4], "min_p", 0, 1) < 0 ||
+        rk_uint64_read(&o->draw.seed, objects[5], "seed") < 0 ||
+        rk_tokens_read(&s->stop_ids, objects[6], session->vocab_size,
+                       "stop_ids") < 0 ||
+        read_strings(s, objects[7]) < 0 ||
+        read_float(&o->cgee.stop_top, objects[8], "stop_top", 0, INFINITY) <
+            0 ||
+        read_float(&o->cgee.stop_lead, objects[9], "stop_lead", 0, 1) < 0 ||
+        rk_int_read(&o->cgee.min_steps, objects[10], "min_steps", 1,
+                    INT32_MAX) < 0) {
+        settings_free(s);
+        return -1;
+    }
+    o->draw.temperature = (float)temperature;
+    o->draw.top_p = (float)top_p;
+    o->draw.min_p = (float)min_p;
+    o->draw.forced = -1;
+    o->stop_ids = s->stop_ids.ids;
+    o->n_stop_ids = s->stop_ids.n;
+    o->stop_strings = s->stop_strings;
+    o->stop_lengths = s->stop_lengths;
+    o->n_stop_strings = (int32_t)PyTuple_GET_SIZE(s->strings);
+    if (session->generating->token_offsets != NULL) {
+        o->token_bytes = session->generating->token_bytes;
+        o->token_offsets = session->generating->token_offsets;
+    }
+    return 0;
+}
+
+/* Callers' groups are below it, ours above. */
+#define OWN_GROUPS ((uint64_t)1 << 63)
+
+static const char *finish_name(rk_finish finish)
+{
+    switch (finish) {
+    case RK_FINISH_NONE:
+        return NULL;
+    case RK_FINISH_LENGTH:
+        return "length";
+    case RK_FINISH_EOS:
+        return "eos";
+    case RK_FINISH_STOP:
+        return "stop";
+    case RK_FINISH_EARLY:
+        return "early";
+    case RK_FINISH_CANCELLED:
+        return "cancelled";
+    }
+    return NULL;
+}
+
+/* ---- _submit, _step, _cancel
+ * -------------------------------------------------------- */
+
+static rk_status submit(session_object *self, rk_branch *branch,
+                        const settings *s, uint64_t group, uint64_t *request,
+                        rk_error *err)
+{
+    rk_generating *g = self->generating;
+    submission *new = PyMem_RawCalloc(1, sizeof *new);
+    rk_status status;
+
+    if (new == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a request");
+    }
+    status = rk_session_submit(self->engine, branch, &s->options, group,
+                               request, err);
+    if (status != RK_OK) {
+        PyMem_RawFree(new);
+        return status;
+    }
+    *new = (submission){g->submissions, *request, branch};
+    g->submissions = new;
+    g->n_submissions++;
+    return RK_OK;
+}
+
+PyObject *rk_session_py_submit(session_object *self, PyObject *args,
+                               PyObject *kwargs)
+{
+    static char *keywords[] = {"branch", SETTINGS_KEYWORDS, "group", NULL};
+    PyObject *object, *objects[N_SETTINGS], *group_object;
+    branch_object *branch;
+    rk_branch *place;
+    settings s;
+    uint64_t group, request = 0;
+    rk_error err = {0};
+    rk_status status;
+
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOOOOOOOOOOOO:_submit", keywords, &object,
+            SETTINGS_REFERENCES(objects), &group_object)) {
+        return NULL;
+    }
+    branch = rk_branch_read(self, object, "branch");
+    if (branch == NULL || rk_uint64_read(&group, group_object, "group") < 0) {
+        return NULL;
+    }
+    if (group >= OWN_GROUPS) {
+        PyErr_SetString(PyExc_ValueError, "group must be below 2**63");
+        return NULL;
+    }
+    if (read_settings(&s, objects, self) < 0) {
+        return NULL;
+    }
+    place = rk_branch_enter(branch);
+    if (place == NULL) {
+        settings_free(&s);
+        return NULL;
+    }
+    status = submit(self, place, &s, group, &request, &err);
+    rk_session_leave(self);
+    settings_free(&s);
+    if (status != RK_OK) {
+        return rk_raise(self->state, &err);
+    }
+    return PyLong_FromUnsignedLongLong(request);
+}
+
+static PyObject *event_tuple(const rk_token *e)
+{
+    return Py_BuildValue("(Kidddzii)", (unsigned long long)e->request,
+                         (int)e->token, (double)e->logprob, (double)e->top_prob,
+                         (double)e->entropy, finish_name(e->finish),
+                         (int)e->stop_bytes, (int)e->stop_index);
+}
+
+/* The queue's events as a list; the queue is empty afterwards. */
+static PyObject *take_queue(rk_generating *g)
+{
+    PyObject *list = PyList_New(g->n_queue);
+
+    for (int32_t i = 0; list != NULL && i < g->n_queue; i++) {
+        PyObject *event = event_tuple(&g->queue[i]);
+
+        if (event == NULL) {
+            Py_CLEAR(list);
+            return NULL;
+        }
+        PyList_SET_ITEM(list, i, event);
+    }
+    if (list != NULL) {
+        g->n_queue = 0;
+    }
+    return list;
+}
+
+PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
+{
+    rk_generating *g = self->generating;
+    rk_status status = RK_OK;
+    rk_error err = {0};
+    PyObject *events = NULL;
+    int32_t n_left;
+
+    if (rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    /* Others' steps may have brought some; without requests there is nothing
+     * to do, whatever runs for somebody else. */
+    if (g->n_queue == 0 && g->n_submissions > 0) {
+        rk_visitor visitor;
+        int32_t n_active = 0;
+
+        rk_long_begin(self, &visitor);
+        status = step(self, &n_active, &err);
+        rk_long_end(self, &visitor);
+    }
+    if (status == RK_OK) {
+        events = take_queue(g);
+    }
+    n_left = g->n_submissions;
+    rk_session_leave(self);
+    if (status != RK_OK) {
+        return rk_raise(self->state, &err);
+    }
+    return events != NULL ? Py_BuildValue("(Ni)", events, (int)n_left) : NULL;
+}
+
+/* Does a running `_generate` own it? */
+static bool is_collected(const rk_generating *g, uint64_t request)
+{
+    for (const collector *c = g->collectors; c != NULL; c = c->next) {
+        if (find_series(c, request) != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
+                               PyObject *kwargs)
+{
+    static char *keywords[] = {"request", "undo", NULL};
+    PyObject *object;
+    uint64_t request;
+    submission **at;
+    int undo = 0;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:_cancel", keywords,
+                                     &object, &undo) ||
+        rk_uint64_read(&request, object, "request") < 0 ||
+        rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    at = &self->generating->submissions;
+    while (*at != NULL && (*at)->request != request) {
+        at = &(*at)->next;
+    }
+    if (*at != NULL) {
+        remove_submission(self->generating, at);
+        if (!undo) {
+            rk_session_cancel(self->engine, request);
+        }
+    }
+    if (undo && !is_collected(self->generating, request)) {
+        /* Also one that ended, while others of its group run. */
+        rk_session_abort(self->engine, request);
+    }
+    rk_session_leave(self);
+    Py_RETURN_NONE;
+}
+
+/* ---- _generate
+ * ------------------------------------------------------------------------ */
+
+static void collector_free(collector *c)
+{
+    for (int32_t i = 0; i < c->n; i++) {
+        PyMem_RawFree(c->series[i].tokens);
+        PyMem_RawFree(c->series[i].top_probs);
+        PyMem_RawFree(c->series[i].logprobs);
+        PyMem_RawFree(c->series[i].entropies);
+    }
+    PyMem_RawFree(c->series);
+    *c = (collector){0};
+}
+
+static void unlink_collector(rk_generating *g, const collector *c)
+{
+    collector **at = &g->collectors;
+
+    while (*at != c) {
+        at = &(*at)->next;
+    }
+    *at = c->next;
+}
+
+/* Submit all and step until all have ended; after a failure none of them has
+ * left a trace. Lock held, no GIL. */
+static rk_status run(session_object *self, rk_branch *const *branches,
+                     int32_t n, const settings *s, collector *c, rk_error *err)
+{
+    rk_generating *g = self->generating;
+    uint64_t group = OWN_GROUPS | ++g->next_group;
+    rk_status status = RK_OK;
+
+    c->next = g->collectors;
+    g->collectors = c;
+    while (c->n < n && status == RK_OK) {
+        series *next = &c->series[c->n];
+
+        status = rk_session_submit(self->engine, branches[c->n], &s->options,
+                                   group, &next->request, err);
+        if (status == RK_OK) {
+            next->branch = branches[c->n];
+            c->n++;
+            c->n_left++;
+        }
+    }
+    while (c->n_left > 0 && status == RK_OK) {
+        int32_t n_active = 0;
+
+        status = step(self, &n_active, err);
+        if (status == RK_OK && c->n_left > 0 && n_active == 0) {
+            status = rk_fail(err, RK_ESTATE, "%d requests were lost",
+                             (int)c->n_left);
+        }
+        if (status == RK_OK && c->n_left > 0 && !rk_long_pause(self)) {
+            status = rk_fail(err, RK_EINTERRUPTED, "interrupted");
+        }
+    }
+    for (int32_t i = c->n; status != RK_OK && i > 0; i--) {
+        rk_session_abort(self->engine, c->series[i - 1].request);
+    }
+    unlink_collector(g, c);
+    return status;
+}
+
+/* One branch's row of the result. */
+static PyObject *series_tuple(const series *s)
+{
+    int32_t *tokens;
+    float *top_probs, *logprobs, *entropies;
+    PyObject *arrays[] = {
+        rk_array_int32(s->n, &tokens),
+        rk_array_float32(s->n, &top_probs),
+        rk_array_float32(s->n, &logprobs),
+        rk_array_float32(s->n, &entropies),
+    };
+    size_t bytes = (size_t)s->n * sizeof *tokens;
+    PyObject *confidence;
+    double sum = 0;
+
+    for (int i = 0; i < 4; i++) {
+        if (arrays[i] == NULL) {
+            goto fail;
+        }
+    }
+    if (bytes > 0) {
+        memcpy(tokens, s->tokens, bytes);
+        memcpy(top_probs, s->top_probs, bytes);
+        memcpy(logprobs, s->logprobs, bytes);
+        memcpy(entropies, s->entropies, bytes);
+    }
+    for (int32_t i = 0; i < s->n; i++) {
+        sum += s->top_probs[i];
+    }
+    if (s->n > 0) {
+        confidence = PyFloat_FromDouble(sum / s->n);
+    } else if (s->end.finish == RK_FINISH_EOS) {
+        confidence = PyFloat_FromDouble(s->end.top_prob);
+    } else {
+        Py_INCREF(Py_None);
+        confidence = Py_None;
+    }
+    if (confidence == NULL) {
+        goto fail;
+    }
+    return Py_BuildValue("(NNNNNzii)", arrays[0], arrays[1], arrays[2],
+                         arrays[3], confidence, finish_name(s->end.finish),
+                         (int)s->end.stop_bytes, (int)s->end.stop_index);
+
+fail:
+    for (int i = 0; i < 4; i++) {
+        Py_XDECREF(arrays[i]);
+    }
+    return NULL;
+}
+
+static PyObject *collector_list(const collector *c)
+{
+    PyObject *list = PyList_New(c->n);
+
+    for (int32_t i = 0; list != NULL && i < c->n; i++) {
+        PyObject *row = series_tuple(&c->series[i]);
+
+        if (row == NULL) {
+            Py_CLEAR(list);
+            return NULL;
+        }
+        PyList_SET_ITEM(list, i, row);
+    }
+    return list;
+}
+
+static PyObject *generate(session_object *self, PyObject *branches,
+                          const settings *s)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(branches);
+    rk_branch **places = PyMem_RawCalloc((size_t)n + 1, sizeof *places);
+    collector c = {.series = PyMem_RawCalloc((size_t)n + 1, sizeof *c.series)};
+    PyObject *rows = NULL;
+    rk_visitor visitor;
+    rk_error err = {0};
+    rk_status status;
+
+    if (places == NULL || c.series == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (rk_session_enter(self) < 0) {
+        goto done;
+    }
+    if (rk_branches_resolve(branches, places) < 0) {
+        rk_session_leave(self);
+        goto done;
+    }
+    rk_long_begin(self, &visitor);
+    status = run(self, places, (int32_t)n, s, &c, &err);
+    rk_long_end(self, &visitor);
+    rk_session_leave(self);
+    if (status != RK_OK) {
+        rk_raise(self->state, &err);
+    } else {
+        rows = collector_list(&c);
+    }
+
+done:
+    collector_free(&c);
+    PyMem_RawFree(places);
+    return rows;
+}
+
+PyObject *rk_session_py_generate(session_object *self, PyObject *args,
+                                 PyObject *kwargs)
+{
+    static char *keywords[] = {"branches", SETTINGS_KEYWORDS, NULL};
+    PyObject *object, *objects[N_SETTINGS], *branches, *rows;
+    settings s;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOO:_generate",
+                                     keywords, &object,
+                                     SETTINGS_REFERENCES(objects))) {
+        return NULL;
+    }
+    branches = rk_branches_read(self, object);
+    if (branches == NULL) {
+        return NULL;
+    }
+    if (read_settings(&s, objects, self) < 0) {
+        Py_DECREF(branches);
+        return NULL;
+    }
+    rows = generate(self, branches, &s);
+    settings_free(&s);
+    Py_DECREF(branches);
+    return rows;
+}

@@ -1,0 +1,338 @@
+/* DLPack's consumer side, in the order that cannot leak: ask for the versioned
+ * capsule, look at everything while the capsule still owns the tensor, and
+ * only rename it (which makes the tensor ours) when nothing can fail any more.
+ * A capsule that we refuse is dropped as it came; its own destructor calls the
+ * deleter, whatever the major version.
+ */
+#include "lent.h"
+
+#include "py.h"
+#include "quant.h"
+#include "tensor.h"
+
+/* ---- asking the producer ------------------------------------------------ */
+
+/* Does the object say that autograd watches it? */
+static bool requires_grad(PyObject *producer)
+{
+    PyObject *flag = PyObject_GetAttrString(producer, "requires_grad");
+    int truth = flag != NULL ? PyObject_IsTrue(flag) : 0;
+
+    Py_XDECREF(flag);
+    PyErr_Clear();
+    return truth > 0;
+}
+
+/* The producer raised: say which tensor, keep its exception as the cause. What
+ * is no answer to our question (Ctrl-C, no memory) goes through as it is. */
+static void explain(PyObject *producer, PyObject *name)
+{
+    PyObject *type, *cause, *traceback, *error;
+
+    if (!PyErr_ExceptionMatches(PyExc_Exception) ||
+        PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        return;
+    }
+    PyErr_Fetch(&type, &cause, &traceback);
+    PyErr_NormalizeException(&type, &cause, &traceback);
+    if (traceback != NULL) {
+        PyException_SetTraceback(cause, traceback);
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    if (requires_grad(producer)) {
+        PyErr_Format(PyExc_BufferError,
+                     "%U requires gradients and cannot be lent as it is: pass "
+                     "%U.detach() (or the model's state_dict())",
+                     name, name);
+    } else {
+        PyErr_Format(PyExc_BufferError, "%U: %s.__dlpack__ failed: %S", name,
+                     Py_TYPE(producer)->tp_name, cause);
+    }
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (error != NULL && PyExceptionInstance_Check(error)) {
+        PyException_SetCause(error, cause); /* takes the reference */
+    } else {
+        Py_XDECREF(cause);
+    }
+    PyErr_Restore(type, error, traceback);
+}
+
+/* A capsule, versioned where the producer knows how; NULL with an exception.
+ */
+static PyObject *ask(PyObject *producer, PyObject *name)
+{
+    PyObject *method = PyObject_GetAttrString(producer, "__dlpack__");
+    PyObject *none = NULL, *keywords = NULL, *capsule = NULL;
+
+    if (method == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError,
+                         "%U must be a tensor with __dlpack__ or a "
+                         "rksc.Tensor, not %s",
+                         name, Py_TYPE(producer)->tp_name);
+        }
+        return NULL;
+    }
+    none = PyTuple_New(0);
+    keywords = Py_BuildValue("{s(ii)}", "max_version", DLPACK_MAJOR_VERSION,
+                             DLPACK_MINOR_VERSION);
+    if (none != NULL && keywords != NULL) {
+        capsule = PyObject_Call(method, none, keywords);
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear(); /* a producer from before DLPack 1.0 */
+            capsule = PyObject_CallNoArgs(method);
+        }
+    }
+    Py_XDECREF(none);
+    Py_XDECREF(keywords);
+    Py_DECREF(method);
+    if (capsule == NULL) {
+        explain(producer, name);
+    }
+    return capsule;
+}
+
+/* ---- judging the tensor ------------------------------------------------- */
+
+static const char *device_name(DLDeviceType type)
+{
+    switch (type) {
+    case kDLCUDA:
+        return "CUDA";
+    case kDLCUDAManaged:
+        return "CUDA managed memory";
+    case kDLROCM:
+        return "ROCm";
+    case kDLMetal:
+        return "Metal";
+    case kDLVulkan:
+        return "Vulkan";
+    case kDLOpenCL:
+        return "OpenCL";
+    case kDLOneAPI:
+        return "oneAPI";
+    default:
+        return "another device";
+    }
+}
+
+static int judge_device(const DLTensor *dl, PyObject *name)
+{
+    DLDeviceType type = dl->device.device_type;
+
+    if (type == kDLCPU || type == kDLCUDAHost || type == kDLROCMHost) {
+        return 0;
+    }
+    PyErr_Format(PyExc_BufferError,
+                 "%U is in the memory of %s (DLPack device %d:%d); "
+                 "device=\"cpu\" needs it on the CPU",
+                 name, device_name(type), (int)type, (int)dl->device.device_id);
+    return -1;
+}
+
+static int judge_dtype(rk_lent *lent, const DLTensor *dl, PyObject *name)
+{
+    static const char *const kinds[] = {
+        [kDLInt] = "int",       [kDLUInt] = "unsigned int",
+        [kDLFloat] = "float",   [kDLOpaqueHandle] = "opaque handle",
+        [kDLBfloat] = "bfloat", [kDLComplex] = "complex",
+        [kDLBool] = "bool",
+    };
+    DLDataType dtype = dl->dtype;
+
+    if (dtype.lanes == 1 && dtype.code == kDLFloat && dtype.bits == 32) {
+        lent->type = RK_F32;
+    } else if (dtype.lanes == 1 && dtype.code == kDLFloat && dtype.bits == 16) {
+        lent->type = RK_F16;
+    } else if (dtype.lanes == 1 && dtype.code == kDLBfloat &&
+               dtype.bits == 16) {
+        lent->type = RK_BF16;
+    } else {
+        const char *kind =
+            dtype.code <= kDLBool ? kinds[dtype.code] : "float8 or smaller";
+
+        PyErr_Format(PyExc_TypeError,
+                     "%U has dtype %s (%d bits, %d lanes); weights are "
+                     "float32, bfloat16 or float16",
+                     name, kind, (int)dtype.bits, (int)dtype.lanes);
+        return -1;
+    }
+    return 0;
+}
+
+static int judge_layout(rk_lent *lent, const DLTensor *dl, PyObject *name)
+{
+    int64_t stride = 1;
+    bool empty = false;
+
+    if (dl->ndim < 0 || (dl->ndim > 0 && dl->shape == NULL)) {
+        PyErr_Format(PyExc_BufferError,
+                     "%U: the producer's capsule has no shape", name);
+        return -1;
+    }
+    if (dl->ndim > RK_LENT_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%U has %d dimensions", name,
+                     (int)dl->ndim);
+        return -1;
+    }
+    lent->n_dims = dl->ndim;
+    for (int i = 0; i < dl->ndim; i++) {
+        lent->shape[i] = dl->shape[i];
+        empty = empty || dl->shape[i] == 0;
+        if (dl->shape[i] < 0 || dl->shape[i] > INT64_MAX / 16) {
+            PyErr_Format(PyExc_BufferError,
+                         "%U: the producer's capsule has a dimension of %lld",
+                         name, (long long)dl->shape[i]);
+            return -1;
+        }
+    }
+    for (int i = dl->ndim - 1; i >= 0; i--) {
+        lent->strides[i] = dl->strides != NULL ? dl->strides[i] : stride;
+        /* Without strides the memory is dense; an empty tensor has no element
+         * that a wrapped product could miss. */
+        stride =
+            empty ? 1 : (int64_t)((uint64_t)stride * (uint64_t)dl->shape[i]);
+    }
+    if (dl->data == NULL && !empty) {
+        PyErr_Format(PyExc_BufferError,
+                     "%U: the producer's capsule has no data", name);
+        return -1;
+    }
+    lent->data =
+        (const char *)dl->data + (dl->data != NULL ? dl->byte_offset : 0);
+    return 0;
+}
+
+static int judge(rk_lent *lent, const DLTensor *dl, PyObject *name)
+{
+    /* The device first: of another one's memory nothing else matters. */
+    return judge_device(dl, name) < 0 || judge_dtype(lent, dl, name) < 0 ||
+                   judge_layout(lent, dl, name) < 0
+               ? -1
+               : 0;
+}
+
+/* ---- taking it ----------------------------------------------------------- */
+
+static int take_versioned(rk_lent *lent, PyObject *capsule, PyObject *name)
+{
+    DLManagedTensorVersioned *managed =
+        PyCapsule_GetPointer(capsule, "dltensor_versioned");
+
+    if (managed == NULL) {
+        return -1;
+    }
+    if (managed->version.major > DLPACK_MAJOR_VERSION) {
+        /* Beyond the version and the deleter nothing may be read. */
+        PyErr_Format(PyExc_BufferError,
+                     "%U comes as DLPack %u.%u, at most %d.x is understood",
+                     name, (unsigned)managed->version.major,
+                     (unsigned)managed->version.minor, DLPACK_MAJOR_VERSION);
+        return -1;
+    }
+    if (judge(lent, &managed->dl_tensor, name) < 0 ||
+        PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) {
+        return -1;
+    }
+    lent->versioned = managed;
+    return 0;
+}
+
+static int take_legacy(rk_lent *lent, PyObject *capsule, PyObject *name)
+{
+    DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
+
+    if (managed == NULL || judge(lent, &managed->dl_tensor, name) < 0 ||
+        PyCapsule_SetName(capsule, "used_dltensor") < 0) {
+        return -1;
+    }
+    lent->legacy = managed;
+    return 0;
+}
+
+static int take_tensor(rk_lent *lent, PyObject *tensor, PyObject *name)
+{
+    rk_tensor_view view;
+    int64_t stride = 1;
+
+    rk_tensor_look(tensor, &view);
+    if (view.n_dims > RK_LENT_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%U has %d dimensions", name,
+                     view.n_dims);
+        return -1;
+    }
+    lent->data = view.data;
+    lent->type = view.type;
+    lent->n_dims = view.n_dims;
+    for (int i = view.n_dims - 1; i >= 0; i--) {
+        lent->shape[i] = view.shape[i];
+        lent->strides[i] = stride;
+        stride *= view.n_elements > 0 ? view.shape[i] : 1;
+    }
+    Py_INCREF(tensor);
+    lent->tensor = tensor;
+    return 0;
+}
+
+int rk_lent_take(rk_lent *lent, PyObject *producer, PyObject *name,
+                 PyObject *tensor_type)
+{
+    PyObject *capsule;
+    int failed = -1;
+
+    *lent = (rk_lent){0};
+    if (rk_tensor_check(producer, tensor_type)) {
+        return take_tensor(lent, producer, name);
+    }
+    capsule = ask(producer, name);
+    if (capsule == NULL) {
+        return -1;
+    }
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        failed = take_versioned(lent, capsule, name);
+    } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+        failed = take_legacy(lent, capsule, name);
+    } else {
+        PyErr_Format(PyExc_BufferError,
+                     "%U: __dlpack__ gave %s, not an unused DLPack capsule",
+                     name, Py_TYPE(capsule)->tp_name);
+    }
+    if (failed) {
+        *lent = (rk_lent){0};
+    }
+    RK_KEEP_EXCEPTION(Py_DECREF(capsule));
+    return failed;
+}
+
+void rk_lent_release(rk_lent *lent)
+{
+    rk_lent old = *lent;
+
+    *lent = (rk_lent){0};
+    if (old.versioned != NULL && old.versioned->deleter != NULL) {
+        RK_KEEP_EXCEPTION(old.versioned->deleter(old.versioned));
+    }
+    if (old.legacy != NULL && old.legacy->deleter != NULL) {
+        RK_KEEP_EXCEPTION(old.legacy->deleter(old.legacy));
+    }
+    if (old.tensor != NULL) {
+        RK_KEEP_EXCEPTION(Py_DECREF(old.tensor));
+    }
+}
+
+rk_strided rk_lent_strided(const rk_lent *lent)
+{
+    int last = lent->n_dims - 1;
+
+    return (rk_strided){
+        .data = lent->data,
+        .type = lent->type,
+        .rows = last == 0 ? 1 : lent->shape[0],
+        .cols = lent->shape[last],
+        .row_stride = last == 0 ? lent->shape[0] : lent->strides[0],
+        .col_stride = lent->strides[last],
+    };
+}

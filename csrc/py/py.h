@@ -1,0 +1,215 @@
+/* What the files of csrc/py share: the module's state, the two objects, and
+ * the way in and out of the engine.
+ *
+ * The engine (session.h) runs under the session's lock. Two kinds of visits:
+ * a short one holds lock and GIL together; a long one gives the GIL up between
+ * rk_long_begin and rk_long_end. Nobody ever waits for the lock, or for
+ * anything else, while holding the GIL.
+ */
+#ifndef RKSC_PY_H
+#define RKSC_PY_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "lock.h"
+#include "session.h"
+#include "weights.h"
+
+#include <sys/types.h>
+
+/* ---- the module ---------------------------------------------------------- */
+
+typedef struct rk_state {
+    PyObject *capacity_error; /* RuntimeError's child */
+    PyObject *tensor_type, *session_type, *branch_type;
+} rk_state;
+
+extern PyModuleDef rk_module_def;
+
+/* The state of the module that `type`, or a base of it, belongs to. NULL with
+ * an exception for a type that is none of ours. */
+rk_state *rk_state_of(PyTypeObject *type);
+
+/* A new reference to the heap type; NULL with an exception. */
+PyObject *rk_session_type_new(PyObject *module);
+PyObject *rk_branch_type_new(PyObject *module);
+
+/* ---- objects --------------------------------------------------------------
+ */
+
+/* A branch's place in the engine, shared by the Python object and the queue of
+ * branches to be dropped. Lives until both are done with it. */
+typedef struct rk_handle {
+    struct rk_handle *next; /* in the queue; guarded by drops_mutex */
+    bool queued, orphan;    /* guarded by drops_mutex; orphan: no object */
+    rk_branch *branch;      /* guarded by the session's lock; NULL: dropped */
+} rk_handle;
+
+/* The thread that is in the engine, on its stack. */
+typedef struct rk_visitor {
+    PyThreadState *suspended; /* NULL while it holds the GIL */
+    bool looks;               /* the main thread: signals are handled here */
+    int64_t looked_ns;
+} rk_visitor;
+
+typedef struct rk_generating rk_generating; /* generate.c */
+
+typedef struct session_object {
+    PyObject_HEAD PyObject *weak_references;
+    rk_state *state; /* lives as long as this object's type */
+    PyObject *config;
+    pid_t process;             /* that made it; in any other nothing works */
+    unsigned long main_thread; /* Python's identity of it */
+    rk_isa isa;
+    int32_t n_threads, block_tokens, vocab_size;
+    bool locks_made;
+
+    rk_lock lock;
+    /* guarded by lock */
+    rk_session *engine; /* NULL: closed by the garbage collector */
+    rk_weights *weights;
+    rk_visitor *visitor; /* NULL: nobody is in a long visit */
+    rk_generating *generating;
+
+    pthread_mutex_t drops_mutex; /* never held while waiting for anything */
+    rk_handle *drops;
+} session_object;
+
+typedef struct branch_object {
+    PyObject_HEAD PyObject *weak_references;
+    session_object *session; /* strong, never NULL */
+    rk_handle *handle;       /* never NULL */
+    uint64_t id, parent_id;
+    int32_t depth;
+    bool dropped;                      /* guarded by the GIL */
+    PyObject *gate, *verdict, *prompt; /* NULL: None */
+} branch_object;
+
+/* ---- the engine: in and out ------------------------------------------------
+ */
+
+/* Take the lock; GIL held on entry and on return. -1 with an exception: the
+ * session is closed, belongs to another process, or this very thread is in it;
+ * or Ctrl-C came while waiting. */
+int rk_session_enter(session_object *session);
+/* Drop what was queued and give the lock up; GIL held or not. */
+void rk_session_leave(session_object *session);
+
+/* Give the GIL up for a long visit, and take it back. Lock held. `visitor` is
+ * the caller's and valid in between. */
+void rk_long_begin(session_object *session, rk_visitor *visitor);
+void rk_long_end(session_object *session, rk_visitor *visitor);
+/* Inside a long visit: let the others who wait in. False when a signal handler
+ * raised meanwhile; the lock is held again in any case. */
+bool rk_long_pause(session_object *session);
+
+/* rk_interrupted of the engine; context: the session_object. */
+bool rk_session_interrupted(void *context);
+
+/* Queue the handle's branch to be dropped, at once when the engine is free.
+ * orphan: the Python object is going. Never waits; GIL held or not. */
+void rk_handle_drop(session_object *session, rk_handle *handle, bool orphan);
+
+/* ---- branches (branch.c) ----------------------------------------------------
+ */
+
+/* A Branch without a place in the engine yet; NULL with an exception. */
+branch_object *rk_branch_new(session_object *session);
+/* Put an engine's branch into it. Lock held; cannot fail. */
+void rk_branch_bind(branch_object *self, rk_branch *branch);
+
+/* Branches of a sequence argument, as a tuple that keeps them alive. */
+PyObject *rk_branches_read(session_object *session, PyObject *sequence);
+/* Their engine branches into out: (n,). Lock held. -1 with an exception when
+ * one was dropped. */
+int rk_branches_resolve(PyObject *branches, rk_branch **out);
+/* The one branch of an argument, borrowed; NULL with an exception. */
+branch_object *rk_branch_read(session_object *session, PyObject *object,
+                              const char *what);
+/* Enter the branch's session: its engine branch, or NULL with an exception
+ * (then the lock is not held). */
+rk_branch *rk_branch_enter(branch_object *self);
+
+/* ---- generation (generate.c)
+ * -------------------------------------------------- */
+
+/* NULL with an exception. token_bytes: sequence of bytes or None. */
+rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size);
+void rk_generating_free(rk_generating *generating); /* takes NULL */
+/* The branch is about to be dropped: forget its request. Lock held. */
+void rk_generating_forget(rk_generating *generating, const rk_branch *branch);
+
+PyObject *rk_session_py_submit(session_object *self, PyObject *args,
+                               PyObject *kwargs);
+PyObject *rk_session_py_step(session_object *self, PyObject *unused);
+PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
+                               PyObject *kwargs);
+PyObject *rk_session_py_generate(session_object *self, PyObject *args,
+                                 PyObject *kwargs);
+
+/* ---- scoring, verification, ASKS (judge.c)
+ * ------------------------------------- */
+
+PyObject *rk_session_py_verify(session_object *self, PyObject *args,
+                               PyObject *kwargs);
+PyObject *rk_session_py_score(session_object *self, PyObject *args,
+                              PyObject *kwargs);
+PyObject *rk_session_py_prompt_means(session_object *self, PyObject *args,
+                                     PyObject *kwargs);
+PyObject *rk_session_py_prefill_similar(session_object *self, PyObject *args,
+                                        PyObject *kwargs);
+
+/* ---- values (convert.c)
+ * --------------------------------------------------------- */
+
+/* Set the exception that a failed call means; always returns NULL. */
+PyObject *rk_raise(const rk_state *state, const rk_error *err);
+
+/* NumPy's table of functions; 0, or -1 with an exception. */
+int rk_numpy_import(void);
+
+typedef struct rk_tokens {
+    int32_t *ids; /* owned; not NULL after a success */
+    int32_t n;
+} rk_tokens;
+
+/* Token ids from a sequence of ints or an integer array; `what` names them in
+ * messages. 0, or -1 with an exception: TypeError, ValueError. */
+int rk_tokens_read(rk_tokens *out, PyObject *object, int32_t vocab_size,
+                   const char *what);
+void rk_tokens_free(rk_tokens *tokens);
+
+/* Several of them, from a sequence of sequences. Item i is called "what i". */
+typedef struct rk_token_lists {
+    int32_t **ids; /* (n,) each owned */
+    int32_t *lengths;
+    int32_t n;
+} rk_token_lists;
+int rk_token_lists_read(rk_token_lists *out, PyObject *object,
+                        int32_t vocab_size, const char *what);
+void rk_token_lists_free(rk_token_lists *lists);
+
+/* An int in [least, most]; ValueError or TypeError names `what`. */
+int rk_int_read(int32_t *out, PyObject *object, const char *what, int32_t least,
+                int32_t most);
+int rk_uint64_read(uint64_t *out, PyObject *object, const char *what);
+
+/* New arrays, uninitialised; *data points to their memory. */
+PyObject *rk_array_int32(int64_t n, int32_t **data);
+PyObject *rk_array_float32(int64_t n, float **data);
+PyObject *rk_array_float32_2d(int64_t rows, int64_t cols, float **data);
+/* A float32 array (rows >= least_rows, cols), C-contiguous: new reference. */
+PyObject *rk_array_read_2d(PyObject *object, int64_t least_rows, int64_t cols,
+                           const char *what, const float **data);
+
+/* Run a statement that may call anything, without losing the exception. */
+#define RK_KEEP_EXCEPTION(statement)                                           \
+    do {                                                                       \
+        PyObject *kept_type_, *kept_value_, *kept_traceback_;                  \
+        PyErr_Fetch(&kept_type_, &kept_value_, &kept_traceback_);              \
+        statement;                                                             \
+        PyErr_Restore(kept_type_, kept_value_, kept_traceback_);               \
+    } while (0)
+
+#endif

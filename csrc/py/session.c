@@ -1,0 +1,812 @@
+/* rksc._core.Session: life, the way in and out of the engine, and the calls
+ * that need neither requests (generate.c) nor judgement (judge.c).
+ *
+ * A branch is dropped by whoever holds the lock: dropping puts its handle on a
+ * list, then tries the lock; the holder looks at the list before and after it
+ * gives the lock up, so no handle is left behind.
+ */
+#include "py.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Between two looks at Python's signals. Each needs the GIL, for which another
+ * thread may let us wait 5 ms. */
+#define LOOK_NS 50000000
+
+/* ---- in and out
+ * --------------------------------------------------------------- */
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Let signal handlers run when it is time; true when one raised. */
+static bool look(void *context)
+{
+    rk_visitor *visitor = context;
+    int failed;
+
+    if (!visitor->looks || now_ns() - visitor->looked_ns < LOOK_NS) {
+        return false;
+    }
+    PyEval_RestoreThread(visitor->suspended);
+    failed = PyErr_CheckSignals();
+    visitor->suspended = PyEval_SaveThread();
+    visitor->looked_ns = now_ns();
+    return failed < 0;
+}
+
+bool rk_session_interrupted(void *context)
+{
+    session_object *session = context;
+
+    return session->visitor != NULL && look(session->visitor);
+}
+
+static void visitor_begin(const session_object *session, rk_visitor *visitor)
+{
+    *visitor = (rk_visitor){
+        .looks = PyThread_get_thread_ident() == session->main_thread,
+        .looked_ns = now_ns(),
+    };
+    visitor->suspended = PyEval_SaveThread();
+}
+
+static void visitor_end(rk_visitor *visitor)
+{
+    PyEval_RestoreThread(visitor->suspended);
+    visitor->suspended = NULL;
+}
+
+/* Drop what is on the list. Lock held; needs no GIL. */
+static void drain(session_object *session)
+{
+    for (;;) {
+        rk_handle *handle;
+        bool orphan;
+
+        pthread_mutex_lock(&session->drops_mutex);
+        handle = session->drops;
+        if (handle != NULL) {
+            session->drops = handle->next;
+        }
+        pthread_mutex_unlock(&session->drops_mutex);
+        if (handle == NULL) {
+            return;
+        }
+        if (handle->branch != NULL && session->engine != NULL) {
+            rk_generating_forget(session->generating, handle->branch);
+            rk_session_drop(session->engine, handle->branch);
+        }
+        handle->branch = NULL;
+        pthread_mutex_lock(&session->drops_mutex);
+        handle->queued = false;
+        orphan = handle->orphan;
+        pthread_mutex_unlock(&session->drops_mutex);
+        if (orphan) {
+            PyMem_RawFree(handle);
+        }
+    }
+}
+
+static bool has_drops(session_object *session)
+{
+    bool any;
+
+    pthread_mutex_lock(&session->drops_mutex);
+    any = session->drops != NULL;
+    pthread_mutex_unlock(&session->drops_mutex);
+    return any;
+}
+
+void rk_session_leave(session_object *session)
+{
+    do {
+        drain(session);
+        rk_lock_give(&session->lock);
+        /* Something queued since: its owner may have found the lock taken. */
+    } while (has_drops(session) && rk_lock_try(&session->lock));
+}
+
+void rk_handle_drop(session_object *session, rk_handle *handle, bool orphan)
+{
+    bool done;
+
+    if (session->process != getpid()) {
+        return; /* the engine is the parent's: nothing here may touch it */
+    }
+    pthread_mutex_lock(&session->drops_mutex);
+    handle->orphan = handle->orphan || orphan;
+    if (!handle->queued) {
+        handle->queued = true;
+        handle->next = session->drops;
+        session->drops = handle;
+    }
+    pthread_mutex_unlock(&session->drops_mutex);
+    done = !rk_lock_try(&session->lock);
+    if (!done) {
+        rk_session_leave(session);
+    }
+}
+
+int rk_session_enter(session_object *session)
+{
+    if (session->process != getpid()) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "this session belongs to process %ld and its threads do "
+                     "not exist in a forked child: make a session here",
+                     (long)session->process);
+        return -1;
+    }
+    if (!rk_lock_try(&session->lock)) {
+        rk_visitor visitor;
+        bool taken;
+
+        if (rk_lock_mine(&session->lock)) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "the session is running in this very thread; a "
+                            "signal handler or finalizer cannot use it");
+            return -1;
+        }
+        visitor_begin(session, &visitor);
+        taken = rk_lock_take(&session->lock, look, &visitor);
+        visitor_end(&visitor);
+        if (!taken) {
+            return -1;
+        }
+    }
+    drain(session);
+    if (session->engine == NULL) {
+        rk_session_leave(session);
+        PyErr_SetString(PyExc_RuntimeError, "the session is closed");
+        return -1;
+    }
+    return 0;
+}
+
+void rk_long_begin(session_object *session, rk_visitor *visitor)
+{
+    visitor_begin(session, visitor);
+    session->visitor = visitor;
+}
+
+void rk_long_end(session_object *session, rk_visitor *visitor)
+{
+    session->visitor = NULL;
+    visitor_end(visitor);
+}
+
+bool rk_long_pause(session_object *session)
+{
+    rk_visitor *visitor = session->visitor;
+    bool interrupted;
+
+    if (!rk_lock_wanted(&session->lock)) {
+        drain(session);
+        return true;
+    }
+    session->visitor = NULL;
+    rk_session_leave(session);
+    interrupted = !rk_lock_take(&session->lock, look, visitor);
+    if (interrupted) {
+        rk_lock_take(&session->lock, NULL, NULL);
+    }
+    session->visitor = visitor;
+    drain(session);
+    return !interrupted;
+}
+
+/* ---- life
+ * ----------------------------------------------------------------------- */
+
+static int read_isa(PyObject *object, rk_isa *isa)
+{
+    const char *name;
+
+    if (object == Py_None) {
+        *isa = rk_isa_best();
+        return 0;
+    }
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "isa must be a str or None, not %s",
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    name = PyUnicode_AsUTF8(object);
+    if (name == NULL) {
+        return -1;
+    }
+    for (int i = 0; i < RK_N_ISAS; i++) {
+        if (strcmp(name, rk_isa_name((rk_isa)i)) == 0 &&
+            rk_isa_supported((rk_isa)i)) {
+            *isa = (rk_isa)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "isa %R is not one that this machine has, see "
+                 "rksc._core.isas",
+                 object);
+    return -1;
+}
+
+/* RK_F32, RK_BF16, or -1 for None; -2 with an exception. */
+static int read_dtype(PyObject *object)
+{
+    if (object == Py_None) {
+        return -1;
+    }
+    if (PyUnicode_Check(object)) {
+        if (PyUnicode_CompareWithASCIIString(object, "float32") == 0) {
+            return RK_F32;
+        }
+        if (PyUnicode_CompareWithASCIIString(object, "bfloat16") == 0) {
+            return RK_BF16;
+        }
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "dtype must be \"float32\", \"bfloat16\" or None, got %R",
+                 object);
+    return -2;
+}
+
+static int check_device(PyObject *device)
+{
+    if (PyUnicode_Check(device) &&
+        PyUnicode_CompareWithASCIIString(device, "cpu") == 0) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "device %R: this build of rksc computes on \"cpu\" only",
+                 device);
+    return -1;
+}
+
+/* Python's identity of the thread in which signal handlers run. */
+static int find_main_thread(unsigned long *ident)
+{
+    PyObject *threading = PyImport_ImportModule("threading");
+    PyObject *thread = NULL, *value = NULL;
+
+    if (threading != NULL) {
+        thread = PyObject_CallMethod(threading, "main_thread", NULL);
+    }
+    if (thread != NULL) {
+        value = PyObject_GetAttrString(thread, "ident");
+    }
+    if (value != NULL) {
+        *ident = PyLong_AsUnsignedLong(value);
+    }
+    Py_XDECREF(threading);
+    Py_XDECREF(thread);
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+typedef struct arguments {
+    PyObject *weights, *config, *device, *dtype, *kv_bytes, *block_tokens;
+    PyObject *n_threads, *isa, *step_tokens, *token_bytes, *hash_bits;
+    int poison;
+} arguments;
+
+static int parse(arguments *a, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {
+        "weights",      "config",    "device", "dtype",       "kv_bytes",
+        "block_tokens", "n_threads", "isa",    "step_tokens", "token_bytes",
+        "hash_bits",    "poison",    NULL};
+
+    *a = (arguments){.dtype = Py_None,
+                     .n_threads = Py_None,
+                     .isa = Py_None,
+                     .token_bytes = Py_None};
+    return PyArg_ParseTupleAndKeywords(
+               args, kwargs, "OO|$OOOOOOOOOp:Session", keywords, &a->weights,
+               &a->config, &a->device, &a->dtype, &a->kv_bytes,
+               &a->block_tokens, &a->n_threads, &a->isa, &a->step_tokens,
+               &a->token_bytes, &a->hash_bits, &a->poison)
+               ? 0
+               : -1;
+}
+
+static int read_kv_bytes(PyObject *object, int64_t *bytes)
+{
+    uint64_t value = 0;
+
+    if (rk_uint64_read(&value, object, "kv_bytes") < 0) {
+        return -1;
+    }
+    if (value < 1 || value > INT64_MAX) {
+        PyErr_Format(PyExc_ValueError, "kv_bytes must be positive, got %R",
+                     object);
+        return -1;
+    }
+    *bytes = (int64_t)value;
+    return 0;
+}
+
+static int read_options(const arguments *a, rk_options *o)
+{
+    int32_t hash_bits = 64;
+
+    *o = (rk_options){.kv_bytes = (int64_t)2 << 30,
+                      .block_tokens = 16,
+                      .step_tokens = 512,
+                      .n_threads = rk_cpu_default_threads(),
+                      .poison = a->poison != 0};
+    if ((a->device != NULL && check_device(a->device) < 0) ||
+        read_isa(a->isa, &o->isa) < 0 ||
+        (a->kv_bytes != NULL && read_kv_bytes(a->kv_bytes, &o->kv_bytes) < 0) ||
+        (a->block_tokens != NULL &&
+         rk_int_read(&o->block_tokens, a->block_tokens, "block_tokens", 1,
+                     RK_TILE) < 0) ||
+        (a->n_threads != Py_None &&
+         rk_int_read(&o->n_threads, a->n_threads, "n_threads", 1, 1024) < 0) ||
+        (a->step_tokens != NULL &&
+         rk_int_read(&o->step_tokens, a->step_tokens, "step_tokens", 1,
+                     1 << 16) < 0) ||
+        (a->hash_bits != NULL &&
+         rk_int_read(&hash_bits, a->hash_bits, "hash_bits", 0, 64) < 0)) {
+        return -1;
+    }
+    o->hash_bits = hash_bits;
+    return 0;
+}
+
+static int create_engine(session_object *self, rk_options *options)
+{
+    const rk_model *model = rk_weights_model(self->weights);
+    rk_error err = {0};
+    rk_status status;
+
+    options->interrupted = rk_session_interrupted;
+    options->context = self;
+    Py_BEGIN_ALLOW_THREADS status =
+        rk_session_create(&self->engine, model, options, &err);
+    Py_END_ALLOW_THREADS if (status != RK_OK)
+    {
+        rk_raise(self->state, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static int make_locks(session_object *self)
+{
+    if (rk_lock_init(&self->lock) != 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (pthread_mutex_init(&self->drops_mutex, NULL) != 0) {
+        rk_lock_destroy(&self->lock);
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->locks_made = true;
+    return 0;
+}
+
+static PyObject *session_new(PyTypeObject *type, PyObject *args,
+                             PyObject *kwargs)
+{
+    rk_state *state = rk_state_of(type);
+    rk_options options;
+    session_object *self;
+    arguments a;
+    int compute;
+
+    if (state == NULL || parse(&a, args, kwargs) < 0 ||
+        read_options(&a, &options) < 0) {
+        return NULL;
+    }
+    compute = read_dtype(a.dtype);
+    if (compute < -1) {
+        return NULL;
+    }
+    self = (session_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->state = state;
+    self->process = getpid();
+    self->isa = options.isa;
+    self->n_threads = options.n_threads;
+    self->block_tokens = options.block_tokens;
+    Py_INCREF(a.config);
+    self->config = a.config;
+    if (make_locks(self) < 0 || find_main_thread(&self->main_thread) < 0 ||
+        rk_weights_bind(&self->weights, a.weights, a.config, compute,
+                        options.n_threads, state->tensor_type) < 0) {
+        goto fail;
+    }
+    self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
+    self->generating = rk_generating_new(a.token_bytes, self->vocab_size);
+    if (self->generating == NULL || create_engine(self, &options) < 0) {
+        goto fail;
+    }
+    return (PyObject *)self;
+
+fail:
+    Py_DECREF(self);
+    return NULL;
+}
+
+static int session_traverse(session_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->config);
+    /* Only tp_clear and dealloc take the weights away, under the GIL. */
+    return rk_weights_traverse(self->weights, visit, arg);
+}
+
+/* Nobody is in the engine: a visitor would hold a reference. The engine goes
+ * before the memory that it reads. In a forked child it is left as it is: its
+ * threads are not there to be joined, its locks may be held for ever. */
+static int session_clear(session_object *self)
+{
+    rk_session *engine = self->engine;
+    rk_weights *weights = self->weights;
+
+    self->engine = NULL;
+    self->weights = NULL;
+    if (self->process == getpid()) {
+        rk_session_free(engine);
+    }
+    rk_weights_free(weights);
+    Py_CLEAR(self->config);
+    return 0;
+}
+
+static void session_dealloc(session_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+
+    PyObject_GC_UnTrack(self);
+    if (self->weak_references != NULL) {
+        PyObject_ClearWeakRefs((PyObject *)self);
+    }
+    session_clear(self);
+    rk_generating_free(self->generating);
+    if (self->locks_made && self->process == getpid()) {
+        drain(self); /* only handles are left: the branches are gone */
+        pthread_mutex_destroy(&self->drops_mutex);
+        rk_lock_destroy(&self->lock);
+    }
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* ---- branches
+ * -------------------------------------------------------------------- */
+
+static PyObject *session_prefill(session_object *self, PyObject *args,
+                                 PyObject *kwargs)
+{
+    static char *keywords[] = {"tokens", NULL};
+    rk_tokens tokens;
+    rk_branch *made = NULL;
+    branch_object *branch;
+    rk_visitor visitor;
+    rk_error err = {0};
+    rk_status status;
+    PyObject *object;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:_prefill", keywords,
+                                     &object) ||
+        rk_tokens_read(&tokens, object, self->vocab_size, "tokens") < 0) {
+        return NULL;
+    }
+    branch = rk_branch_new(self);
+    if (branch == NULL || rk_session_enter(self) < 0) {
+        Py_XDECREF(branch);
+        rk_tokens_free(&tokens);
+        return NULL;
+    }
+    rk_long_begin(self, &visitor);
+    status =
+        rk_session_prefill(self->engine, &made, tokens.ids, tokens.n, &err);
+    rk_long_end(self, &visitor);
+    if (status == RK_OK) {
+        rk_branch_bind(branch, made);
+    }
+    rk_session_leave(self);
+    rk_tokens_free(&tokens);
+    if (status != RK_OK) {
+        Py_DECREF(branch);
+        return rk_raise(self->state, &err);
+    }
+    return (PyObject *)branch;
+}
+
+static PyObject *session_compute(session_object *self, PyObject *args,
+                                 PyObject *kwargs)
+{
+    static char *keywords[] = {"branches", NULL};
+    PyObject *object, *branches;
+    rk_branch **list;
+    rk_visitor visitor;
+    rk_error err = {0};
+    rk_status status;
+    Py_ssize_t n;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:compute", keywords,
+                                     &object)) {
+        return NULL;
+    }
+    branches = rk_branches_read(self, object);
+    if (branches == NULL) {
+        return NULL;
+    }
+    n = PyTuple_GET_SIZE(branches);
+    list = PyMem_RawCalloc((size_t)n + 1, sizeof *list);
+    if (list == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    if (rk_session_enter(self) < 0) {
+        goto fail;
+    }
+    if (rk_branches_resolve(branches, list) < 0) {
+        rk_session_leave(self);
+        goto fail;
+    }
+    rk_long_begin(self, &visitor);
+    status = rk_session_compute(self->engine, list, (int32_t)n, &err);
+    rk_long_end(self, &visitor);
+    rk_session_leave(self);
+    if (status != RK_OK) {
+        rk_raise(self->state, &err);
+        goto fail;
+    }
+    PyMem_RawFree(list);
+    Py_DECREF(branches);
+    Py_RETURN_NONE;
+
+fail:
+    PyMem_RawFree(list);
+    Py_DECREF(branches);
+    return NULL;
+}
+
+/* ---- books
+ * ------------------------------------------------------------------------- */
+
+static PyObject *session_invalidate(session_object *self,
+                                    PyObject *Py_UNUSED(unused))
+{
+    rk_visitor visitor;
+
+    if (rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    rk_long_begin(self, &visitor);
+    rk_weights_refresh(self->weights);
+    rk_session_invalidate(self->engine);
+    rk_long_end(self, &visitor);
+    rk_session_leave(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *session_stats(session_object *self,
+                               PyObject *Py_UNUSED(unused))
+{
+    rk_stats s;
+
+    if (rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    s = rk_session_stats(self->engine);
+    rk_session_leave(self);
+
+    const struct {
+        const char *name;
+        int64_t value;
+    } fields[] = {
+        {"blocks_total", s.blocks.total},
+        {"blocks_used", s.blocks.used},
+        {"blocks_free", s.blocks.free},
+        {"blocks_cached", s.blocks.cached},
+        {"blocks_shared", s.blocks.shared},
+        {"blocks_peak", s.blocks.peak_used},
+        {"blocks_reclaimed", s.blocks.reclaimed},
+        {"block_bytes", s.block_bytes},
+        {"block_tokens", s.block_tokens},
+        {"branches", s.n_branches},
+        {"tokens_computed", s.tokens_computed},
+        {"tokens_recomputed", s.tokens_recomputed},
+        {"tokens_reused", s.tokens_reused},
+        {"tokens_forked", s.tokens_forked},
+        {"steps", s.steps},
+        {"evictions", s.evictions},
+        {"layers_run", s.layers_run},
+        {"layers_saved", s.layers_saved},
+        {"verifications", s.verifications},
+        {"verifications_skipped", s.verifications_skipped},
+        {"exits", s.exits},
+        {"gate_accepted", s.gate_accepted},
+        {"gate_rejected", s.gate_rejected},
+    };
+    PyObject *dict = PyDict_New();
+
+    for (size_t i = 0; dict != NULL && i < sizeof fields / sizeof *fields;
+         i++) {
+        PyObject *value = PyLong_FromLongLong(fields[i].value);
+
+        if (value == NULL ||
+            PyDict_SetItemString(dict, fields[i].name, value) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+static PyObject *session_check(session_object *self,
+                               PyObject *Py_UNUSED(unused))
+{
+    rk_error err = {0};
+    rk_status status;
+
+    if (rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    status = rk_session_check(self->engine, &err);
+    rk_session_leave(self);
+    if (status != RK_OK) {
+        return rk_raise(self->state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- attributes
+ * ---------------------------------------------------------------------- */
+
+static PyObject *get_config(session_object *self, void *Py_UNUSED(closure))
+{
+    PyObject *config = self->config != NULL ? self->config : Py_None;
+
+    Py_INCREF(config);
+    return config;
+}
+
+static PyObject *get_device(session_object *Py_UNUSED(self),
+                            void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString("cpu");
+}
+
+static PyObject *get_dtype(session_object *self, void *Py_UNUSED(closure))
+{
+    rk_type compute;
+
+    if (rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    compute = rk_weights_model(self->weights)->compute;
+    rk_session_leave(self);
+    return PyUnicode_FromString(compute == RK_BF16 ? "bfloat16" : "float32");
+}
+
+static PyObject *get_isa(session_object *self, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(rk_isa_name(self->isa));
+}
+
+static PyObject *get_copied_bytes(session_object *self,
+                                  void *Py_UNUSED(closure))
+{
+    int64_t bytes;
+
+    if (rk_session_enter(self) < 0) {
+        return NULL;
+    }
+    bytes = rk_weights_copied_bytes(self->weights);
+    rk_session_leave(self);
+    return PyLong_FromLongLong(bytes);
+}
+
+static PyGetSetDef ATTRIBUTES[] = {
+    {"config", (getter)get_config, NULL, "The model's configuration.", NULL},
+    {"device", (getter)get_device, NULL, "Where it computes.", NULL},
+    {"dtype", (getter)get_dtype, NULL,
+     "\"float32\" or \"bfloat16\": inputs of matrix products and KV.", NULL},
+    {"isa", (getter)get_isa, NULL, "The instruction set in use.", NULL},
+    {"copied_bytes", (getter)get_copied_bytes, NULL,
+     "Bytes of weights that could not be used in place and were converted.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef MEMBERS[] = {
+    {"n_threads", T_INT, offsetof(session_object, n_threads), READONLY,
+     "Threads that compute."},
+    {"block_tokens", T_INT, offsetof(session_object, block_tokens), READONLY,
+     "Positions of a KV block."},
+    {"__weaklistoffset__", T_PYSSIZET,
+     offsetof(session_object, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function)
+#define WITH_KEYWORDS (METH_VARARGS | METH_KEYWORDS)
+#define SAMPLING_ARGUMENTS                                                     \
+    "max_new_tokens, temperature, top_k, top_p, min_p, seed, stop_ids, "       \
+    "stop_strings, stop_top, stop_lead, min_steps"
+
+static PyMethodDef METHODS[] = {
+    {"_prefill", KEYWORDS(session_prefill), WITH_KEYWORDS,
+     "_prefill($self, /, tokens)\n--\n\nA branch with these tokens, computed."},
+    {"_prefill_similar", KEYWORDS(rk_session_py_prefill_similar), WITH_KEYWORDS,
+     "_prefill_similar($self, /, root, tokens, suffix, probe, pool, "
+     "probe_layers, tau, alpha, center, allowed)\n--\n\n"
+     "A branch that may stand on root's KV, and the gate's report."},
+    {"compute", KEYWORDS(session_compute), WITH_KEYWORDS,
+     "compute($self, /, branches)\n--\n\n"
+     "Bring the KV of these branches up to date in as few steps as possible."},
+    {"_submit", KEYWORDS(rk_session_py_submit), WITH_KEYWORDS,
+     "_submit($self, /, branch, " SAMPLING_ARGUMENTS ", group)\n--\n\n"
+     "Queue a continuation; its request's id."},
+    {"_step", (PyCFunction)rk_session_py_step, METH_NOARGS,
+     "_step($self, /)\n--\n\nOne step: (events, requests left)."},
+    {"_cancel", KEYWORDS(rk_session_py_cancel), WITH_KEYWORDS,
+     "_cancel($self, /, request, undo=False)\n--\n\n"
+     "End a request now; undo: its branch is as it was."},
+    {"_generate", KEYWORDS(rk_session_py_generate), WITH_KEYWORDS,
+     "_generate($self, /, branches, " SAMPLING_ARGUMENTS ")\n--\n\n"
+     "Continue all branches in one batch, without the GIL."},
+    {"_verify", KEYWORDS(rk_session_py_verify), WITH_KEYWORDS,
+     "_verify($self, /, branches, prompt, yes, no, shortcuts)\n--\n\n"
+     "Score branches by p(yes) / (p(yes) + p(no)) after the prompt."},
+    {"_score", KEYWORDS(rk_session_py_score), WITH_KEYWORDS,
+     "_score($self, /, branch, continuations)\n--\n\n"
+     "Log-probabilities of every token of each continuation."},
+    {"_prompt_means", KEYWORDS(rk_session_py_prompt_means), WITH_KEYWORDS,
+     "_prompt_means($self, /, tokens, begin, end)\n--\n\n"
+     "Mean residual stream after each layer over positions [begin, end)."},
+    {"invalidate", (PyCFunction)session_invalidate, METH_NOARGS,
+     "invalidate($self, /)\n--\n\n"
+     "Forget all KV (the lent weights changed) and convert copies again."},
+    {"_stats", (PyCFunction)session_stats, METH_NOARGS,
+     "_stats($self, /)\n--\n\nThe fields of rksc.Stats."},
+    {"check", (PyCFunction)session_check, METH_NOARGS,
+     "check($self, /)\n--\n\n"
+     "Recount the block books; RuntimeError names the first disagreement."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, session_new},
+    {Py_tp_dealloc, session_dealloc},
+    {Py_tp_traverse, session_traverse},
+    {Py_tp_clear, session_clear},
+    {Py_tp_methods, METHODS},
+    {Py_tp_getset, ATTRIBUTES},
+    {Py_tp_members, MEMBERS},
+    {Py_tp_doc,
+     "Session(weights, config, *, device='cpu', dtype=None, "
+     "kv_bytes=2147483648, block_tokens=16, n_threads=None, isa=None, "
+     "step_tokens=512, token_bytes=None, hash_bits=64, poison=False)\n--\n\n"
+     "A model on a device, a pool of KV blocks and a tree of branches."},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    .name = "rksc._core.Session",
+    .basicsize = sizeof(session_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE |
+             Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = SLOTS,
+};
+
+PyObject *rk_session_type_new(PyObject *module)
+{
+    return PyType_FromModuleAndSpec(module, &SPEC, NULL);
+}

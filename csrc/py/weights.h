@@ -1,0 +1,33 @@
+/* A model's weights, borrowed by name: in place where they fit, else as dense
+ * copies in the type that the engine computes with.
+ */
+#ifndef RKSC_PY_WEIGHTS_H
+#define RKSC_PY_WEIGHTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "rksc.h"
+
+typedef struct rk_weights rk_weights;
+
+/* Bind the tensors of `mapping` (Hugging Face names) to the fields of `config`
+ * (a rksc.ModelConfig). compute: RK_F32, RK_BF16, or -1: bfloat16 where the
+ * embedding is, else float32. n_threads: for conversions. 0, or -1 with an
+ * exception that names the tensor. Needs the GIL; conversions give it up. */
+int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
+                    int compute, int n_threads, PyObject *tensor_type);
+
+/* Gives all tensors back. Needs the GIL; takes NULL. */
+void rk_weights_free(rk_weights *weights);
+
+/* Pointers into lent memory and copies; valid until rk_weights_free. */
+const rk_model *rk_weights_model(const rk_weights *weights);
+int64_t rk_weights_copied_bytes(const rk_weights *weights);
+
+/* Make all copies again from the lent memory. Needs no GIL. */
+void rk_weights_refresh(rk_weights *weights);
+
+int rk_weights_traverse(rk_weights *weights, visitproc visit, void *arg);
+
+#endif
