@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from .config import ModelConfig
-
-Tokens = Sequence[int] | NDArray[np.integer[Any]]
+from .types import Tokens
 
 isas: tuple[str, ...]
 """Instruction sets that this machine and build support, weakest first."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._core import Tokens
 from .session import BranchSession
 from .tokenizer import Tokenizer
+from .types import Tokens
 
 INSTRUCTION = (
     "Think step by step. Then write the final answer on a line that begins with 'Answer:'."

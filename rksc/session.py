@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from ._core import Branch, Tokens
+from ._core import Branch
 from .config import ModelConfig
 from .guard import same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .results import Gate, Generation, Stats, Token, Verdict
 from .text import TextStream, final_text
+from .types import Tokens
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -84,11 +85,12 @@ class BranchSession(_core.Session):
 
     weights: {Hugging Face tensor name: any object with __dlpack__}; used in place where
     dtype and layout fit. config: ModelConfig, a config.json's dict or a Hugging Face config.
-    dtype: of activations' inputs and KV; None takes bfloat16 for bfloat16 weights where the
-    CPU has it, else float32. kv_bytes: the budget of all KV. tokenizer: allows text wherever
+    dtype: of products' inputs and KV; None takes bfloat16 for bfloat16 weights, else float32.
+    kv_bytes: the budget of all KV. tokenizer: allows text wherever
     tokens are taken. asks: sharing between wordings (None: exact tokens only); can be set
     later, because its centre comes from `layer_means`. cgee: how much to verify (None: all,
-    in full). isa, hash_bits and poison are for tests.
+    in full). step_tokens: tokens that go through the model at once at most. share=False turns
+    the prefix index off, to measure what it brings; isa, hash_bits and poison are for tests.
     """
 
     tokenizer: Tokenizer | None
@@ -115,6 +117,7 @@ class BranchSession(_core.Session):
         *,
         step_tokens: int = 512,
         isa: str | None = None,
+        share: bool = True,
         hash_bits: int = 64,
         poison: bool = False,
     ) -> BranchSession:
@@ -137,6 +140,7 @@ class BranchSession(_core.Session):
             isa=isa,
             step_tokens=step_tokens,
             token_bytes=token_bytes,
+            **({} if share else {"share": False}),
             hash_bits=hash_bits,
             poison=poison,
         )
@@ -512,7 +516,7 @@ class BranchSession(_core.Session):
         prompt: Text,
         yes: int | str,
         no: int | str,
-        cgee: CGEE | None | Literal["session"] = "session",
+        cgee: CGEE | Literal["session"] | None = "session",
     ) -> list[Verdict]:
         """Score branches by p(YES) / (p(YES) + p(NO)) after a short prompt on each one's own KV.
 
