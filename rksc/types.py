@@ -8,5 +8,5 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
+Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids: any sequence of ints or an integer array."""
