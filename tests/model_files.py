@@ -104,8 +104,7 @@ def _bytes(*parts: NDArray[Any]) -> bytes:
 def _nibbles(q: NDArray[np.uint8], run: int) -> NDArray[np.uint8]:
     """Pairs of runs of `run` values: the first in the low nibbles, the second in the high."""
     pairs = q.reshape(len(q), -1, 2, run)
-    packed: NDArray[np.uint8] = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(len(q), -1)
-    return packed
+    return np.asarray(pairs[:, :, 0] | pairs[:, :, 1] << 4, np.uint8).reshape(len(q), -1)
 
 
 def _encode_bf16(x: Array) -> tuple[bytes, Array]:
@@ -159,8 +158,8 @@ def _encode_q6_k(x: Array) -> tuple[bytes, Array]:
     q = np.clip(np.rint(x / _safe(by)) + 32, 0, 63).astype(np.uint8)
     parts = q.reshape(-1, 2, 4, 32)  # halves of 128: four runs of 32
     low = (parts[:, :, :2] & 15) | (parts[:, :, 2:] & 15) << 4
-    high = parts >> 4
-    high = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    top = parts >> 4
+    high = top[:, :, 0] | top[:, :, 1] << 2 | top[:, :, 2] << 4 | top[:, :, 3] << 6
     stored = _bytes(low.reshape(len(x), -1), high.reshape(len(x), -1), s, d.astype(np.float16))
     return stored, by * (q.astype(np.float32) - 32)
 
@@ -220,7 +219,7 @@ def write_hf(
     if shards == 1:
         (folder / "model.safetensors").write_bytes(safetensors_bytes(stored))
         return seen
-    where = {}
+    where: dict[str, str] = {}
     for i in range(shards):
         part = dict(list(stored.items())[i::shards])
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"

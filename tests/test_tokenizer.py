@@ -145,20 +145,24 @@ def test_special_tokens_add_no_bytes() -> None:
     tokenizer = smollm2()
     text = "<|im_start|>user\nhi<|im_end|>"
     ids = tokenizer.encode(text)
-    assert ids[0] == tokenizer.bos_id == 1 and ids[-1] == tokenizer.eos_id == 2
+    assert ids[0] == tokenizer.bos_id == 1
+    assert ids[-1] == tokenizer.eos_id == 2
     assert tokenizer.token_bytes()[1] == b""
     assert tokenizer.decode(ids) == "user\nhi"
     assert tokenizer.decode(ids, special=True) == text
     plain = tokenizer.encode(text, special=False)
-    assert not {1, 2} & set(plain) and tokenizer.decode(plain) == text
+    assert not {1, 2} & set(plain)
+    assert tokenizer.decode(plain) == text
     assert tokenizer.encode(text) == ids  # the plain pipeline is another one
-    assert tokenizer.token_id("<|im_end|>") == 2 and tokenizer.token_id("no such token") is None
+    assert tokenizer.token_id("<|im_end|>") == 2
+    assert tokenizer.token_id("no such token") is None
 
 
 def test_token_bytes_fit_a_matrix_with_more_rows() -> None:
     tokenizer = smollm2()
     padded = tokenizer.token_bytes(tokenizer.vocab_size + 5)
-    assert len(padded) == 49152 + 5 and padded[-5:] == [b""] * 5
+    assert len(padded) == 49152 + 5
+    assert padded[-5:] == [b""] * 5
     assert padded[:49152] == tokenizer.token_bytes() == tokenizer.token_bytes(49152)
 
 
@@ -248,9 +252,11 @@ def test_sentencepiece_falls_back_to_bytes() -> None:
         assert tokenizer.decode(ids) == bare
         assert tokenizer.decode(ids, start=False) == (" " + bare if text else "")
     pieces = tokenizer.token_bytes()
-    assert pieces[3 + 0xF0] == b"\xf0" and pieces[0] == pieces[1] == b""
+    assert pieces[3 + 0xF0] == b"\xf0"
+    assert pieces[0] == pieces[1] == b""
     space = tokenizer.token_id("\u2581\u2581\u2581")
-    assert space is not None and pieces[space] == b"   "
+    assert space is not None
+    assert pieces[space] == b"   "
     assert tokenizer.decode(tokenizer.encode("<0x41>")) == "<0x41>"
 
 
@@ -307,14 +313,16 @@ def test_a_stream_that_ends_inside_a_character() -> None:
     decoder = tokenizer.decoder()
     assert decoder.feed(np.array(ids[:-1])) == ""
     assert decoder.finish() == "\ufffd"
-    assert decoder.feed(ids) == "\U0001f600" and decoder.finish() == ""
+    assert decoder.feed(ids) == "\U0001f600"
+    assert decoder.finish() == ""
 
 
 def test_bytes_that_are_no_text_do_not_stop_a_stream() -> None:
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
     decoder = tokenizer.decoder()
     first = decoder.feed([3 + 0xF0, 3 + 0x9F])
-    assert first == "" and decoder.feed(3 + ord("A")) == "\ufffdA"
+    assert first == ""
+    assert decoder.feed(3 + ord("A")) == "\ufffdA"
     assert decoder.feed(3 + 0xFF) == "\ufffd"
 
 
@@ -418,7 +426,8 @@ def test_a_folder_whose_template_adds_bos(folder: Path) -> None:
     pipeline.save(str(path))
     (folder / "tokenizer_config.json").write_text('{"bos_token": {"content": "<|im_start|>"}}')
     tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.adds_bos and tokenizer.encode("hi")[0] == 1
+    assert tokenizer.adds_bos
+    assert tokenizer.encode("hi")[0] == 1
     assert tokenizer.encode("<|im_start|>hi").count(1) == 1
     assert len(tokenizer.encode("a long text of many words, not truncated")) > 5
     (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
