@@ -33,12 +33,22 @@ typedef struct workspace {
     float *acc, *all_acc; /* (pairs, acc_stride) */
     cpu_partial *part, *all;
     char *q;             /* (pairs, query_bytes) */
+    char *values;        /* of run_values and scores */
 } workspace;
+
+/* Whether values are summed over whole tiles for runs of rows. */
+static bool by_runs(const cpu_device *dev)
+{
+    return dev->bf16 && dev->kernels->run_values != NULL;
+}
 
 static int32_t max_pairs(const cpu_device *dev)
 {
     return RK_CHUNK_ROWS * dev->group;
 }
+
+/* Whole tiles of pairs may be read and written behind the last pair. */
+#define SPARE_PAIRS 16
 
 static size_t carve(char **at, size_t bytes)
 {
@@ -49,7 +59,7 @@ static size_t carve(char **at, size_t bytes)
 /* Lay the workspace out from `at`; returns its size. */
 static size_t lay_out(const cpu_device *dev, char *at, workspace *ws)
 {
-    const size_t pairs = (size_t)max_pairs(dev);
+    const size_t pairs = (size_t)max_pairs(dev) + SPARE_PAIRS;
     const size_t acc_bytes = pairs * (size_t)dev->acc_stride * sizeof(float);
     const size_t part_bytes = pairs * sizeof(cpu_partial);
     const size_t q_bytes =
@@ -67,6 +77,10 @@ static size_t lay_out(const cpu_device *dev, char *at, workspace *ws)
     size += carve(&at, part_bytes);
     ws->q = at;
     size += carve(&at, q_bytes);
+    ws->values = at;
+    if (by_runs(dev)) {
+        size += carve(&at, dev->kernels->value_bytes(dev->config.head_dim));
+    }
     return size;
 }
 
@@ -95,11 +109,13 @@ static span row_keys(const attention_job *job, int32_t row, int32_t begin,
     return s;
 }
 
-/* The smallest span that holds the keys of all rows. */
-static span segment_keys(const attention_job *job, const rk_segment *segment)
+/* The smallest span that holds the keys of rows [row, row_end) among the
+ * segment's. */
+static span rows_keys(const attention_job *job, const rk_segment *segment,
+                      int32_t row, int32_t row_end)
 {
     span all = {segment->key_end, segment->key_begin};
-    for (int32_t row = segment->row_begin; row < segment->row_end; row++) {
+    for (; row < row_end; row++) {
         span s = row_keys(job, row, segment->key_begin, segment->key_end);
         if (s.lo < s.hi) {
             all.lo = cpu_min(all.lo, s.lo);
@@ -171,6 +187,65 @@ static void add_values(const attention_job *job, const workspace *ws,
 /* Rows whose values are added together: neighbours differ by few keys. */
 #define VALUE_BATCH 4
 
+static void add_segments(const attention_job *job, const workspace *ws,
+                         const rk_chunk *chunk, const cpu_tile *tile,
+                         int32_t kv_head)
+{
+    const cpu_device *dev = job->dev;
+    const int32_t n_rows = chunk->row_end - chunk->row_begin;
+    memset(ws->acc, 0,
+           (size_t)(n_rows * dev->group) * (size_t)dev->acc_stride *
+               sizeof(float));
+    for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
+        const rk_segment *segment = &dev->batch.segments[s];
+        cpu_keys keys = keys_of(job, segment, kv_head);
+        for (int32_t row = segment->row_begin; row < segment->row_end;
+             row += VALUE_BATCH) {
+            add_values(job, ws, &keys, chunk, segment, row,
+                       cpu_min(VALUE_BATCH, segment->row_end - row));
+        }
+    }
+}
+
+/* The other way: rows that have the same segments in this tile form a run,
+ * whose keys are summed at once. */
+static void add_runs(const attention_job *job, const workspace *ws,
+                     const rk_chunk *chunk, const cpu_tile *tile,
+                     int32_t kv_head)
+{
+    const cpu_device *dev = job->dev;
+    const rk_segment *segments = dev->batch.segments;
+    const int32_t n_rows = chunk->row_end - chunk->row_begin;
+    bool cut[RK_CHUNK_ROWS + 1] = {false};
+    cpu_piece pieces[RK_TILE]; /* segments of a row do not overlap */
+    for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
+        cut[segments[s].row_begin - chunk->row_begin] = true;
+        cut[segments[s].row_end - chunk->row_begin] = true;
+    }
+    for (int32_t i = 0, end; i < n_rows; i = end) {
+        const int32_t row = chunk->row_begin + i;
+        int32_t n = 0;
+        for (end = i + 1; end < n_rows && !cut[end]; end++) {
+        }
+        for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
+            if (segments[s].row_begin <= row && row < segments[s].row_end) {
+                span use = rows_keys(job, &segments[s], row,
+                                     chunk->row_begin + end);
+                if (use.lo < use.hi) {
+                    pieces[n++] = (cpu_piece){
+                        keys_of(job, &segments[s], kv_head), use.lo, use.hi};
+                }
+            }
+        }
+        if (n > 0) {
+            const int64_t pair = (int64_t)i * dev->group;
+            dev->kernels->run_values(
+                ws->acc + pair * dev->acc_stride, ws->scores + pair * RK_TILE,
+                pieces, n, (end - i) * dev->group, ws->values);
+        }
+    }
+}
+
 /* Partials of all pairs of the chunk over the segments of one tile. A pair
  * without keys has sum 0. */
 static void attend_tile(const attention_job *job, const workspace *ws,
@@ -186,10 +261,9 @@ static void attend_tile(const attention_job *job, const workspace *ws,
     const float scale = (float)(1.0 / sqrt((double)head_dim));
     const int32_t tile_begin =
         segments[tile->segment_begin].key_begin / RK_TILE * RK_TILE;
-    memset(ws->acc, 0,
-           (size_t)(n_rows * group) * (size_t)dev->acc_stride * sizeof(float));
     for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
-        span use = segment_keys(job, &segments[s]);
+        span use = rows_keys(job, &segments[s], segments[s].row_begin,
+                             segments[s].row_end);
         if (use.lo < use.hi) {
             int64_t pair =
                 (int64_t)(segments[s].row_begin - chunk->row_begin) * group;
@@ -197,7 +271,8 @@ static void attend_tile(const attention_job *job, const workspace *ws,
             kernels->scores[dev->bf16](
                 ws->scores + pair * RK_TILE, ws->q + pair * (int64_t)q_bytes,
                 &keys, use.lo, use.hi,
-                (segments[s].row_end - segments[s].row_begin) * group);
+                (segments[s].row_end - segments[s].row_begin) * group,
+                ws->values);
         }
     }
     for (int32_t i = 0; i < n_rows; i++) {
@@ -206,19 +281,16 @@ static void attend_tile(const attention_job *job, const workspace *ws,
         for (int32_t j = i * group; j < (i + 1) * group; j++) {
             ws->part[j] = (cpu_partial){-INFINITY, 0.0f};
             if (s.lo < s.hi) {
-                ws->part[j] = kernels->softmax(
+                ws->part[j] = kernels->softmax[dev->bf16](
                     ws->scores + (int64_t)j * RK_TILE, s.lo - tile_begin,
                     s.hi - tile_begin, scale);
             }
         }
     }
-    for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
-        cpu_keys keys = keys_of(job, &segments[s], kv_head);
-        for (int32_t row = segments[s].row_begin; row < segments[s].row_end;
-             row += VALUE_BATCH) {
-            add_values(job, ws, &keys, chunk, &segments[s], row,
-                       cpu_min(VALUE_BATCH, segments[s].row_end - row));
-        }
+    if (by_runs(dev)) {
+        add_runs(job, ws, chunk, tile, kv_head);
+    } else {
+        add_segments(job, ws, chunk, tile, kv_head);
     }
 }
 
@@ -323,7 +395,8 @@ static void stored_partial(const attention_job *job, int32_t tile,
                ((int64_t)tile * dev->config.n_kv_heads + kv_head) *
                    job->partial_bytes;
     ws->part = (cpu_partial *)at;
-    at += cpu_align((size_t)max_pairs(dev) * sizeof(cpu_partial));
+    at += cpu_align(((size_t)max_pairs(dev) + SPARE_PAIRS) *
+                    sizeof(cpu_partial));
     ws->acc = (float *)at;
 }
 
@@ -396,7 +469,7 @@ void cpu_attention(rk_device *base, void *out, const void *q, int32_t layer_id)
     cpu_device *dev = (cpu_device *)base;
     const rk_config *config = &dev->config;
     const int32_t n_units = dev->batch.n_chunks * config->n_kv_heads;
-    const size_t pairs = (size_t)max_pairs(dev);
+    const size_t pairs = (size_t)max_pairs(dev) + SPARE_PAIRS;
     attention_job job = {
         .dev = dev,
         .out = out,

@@ -41,6 +41,12 @@ typedef struct cpu_keys {
     int32_t head_dim;
 } cpu_keys;
 
+/* Keys [begin, end) of one tile, where they lie. */
+typedef struct cpu_piece {
+    cpu_keys keys;
+    int32_t begin, end;
+} cpu_piece;
+
 /* One row's share of softmax(q k) v over one tile or the tiles so far:
  * maximum score, sum of exp(score - max), both in the accumulator's row. */
 typedef struct cpu_partial {
@@ -73,12 +79,25 @@ typedef struct cpu_kernels {
     /* one row of q as `scores` wants it */
     void (*query[2])(void *out, const void *q, int32_t head_dim);
     void (*scores[2])(float *scores, const void *q, const cpu_keys *keys,
-                      int32_t key_begin, int32_t key_end, int32_t n);
-    /* scores[lo..hi) -> exp(scale * (score) - max), lo < hi <= RK_TILE */
-    cpu_partial (*softmax)(float *scores, int32_t lo, int32_t hi, float scale);
+                      int32_t key_begin, int32_t key_end, int32_t n,
+                      void *scratch);
+    /* scores[lo..hi) -> exp(scale * score - max), lo < hi <= RK_TILE; what
+     * `values` or `run_values` take as p */
+    cpu_partial (*softmax[2])(float *scores, int32_t lo, int32_t hi,
+                              float scale);
     /* acc[i] += sum over keys, in order, of p[i][key] * v[key] */
     void (*values[2])(float *acc, const float *p, const cpu_keys *keys,
                       int32_t key_begin, int32_t key_end, int32_t n);
+    /* NULL, or, for bf16 and instead of `values`: acc[i] = sum over all keys
+     * of the pieces, in rising order and of one tile, of p[i][key] v[key].
+     * May write 15 rows behind acc and read as many behind p. `scratch`:
+     * value_bytes(head_dim), also for `scores`. */
+    void (*run_values)(float *acc, const float *p, const cpu_piece *pieces,
+                       int32_t n_pieces, int32_t n, void *scratch);
+    size_t (*value_bytes)(int32_t head_dim);
+    /* NULL, or how V's row goes into its block (of one KV head) */
+    void (*store_value)(void *block, int32_t offset, int32_t block_tokens,
+                        const void *act, int32_t head_dim);
     /* fold `part` into `all`, which holds the earlier tiles */
     void (*merge)(float *all_acc, cpu_partial *all, const float *part_acc,
                   const cpu_partial *part, int32_t acc_stride);

@@ -1,4 +1,4 @@
-/* Kernels for AMX-BF16: bf16 products in tiles, the rest as AVX-512 BF16.
+/* Kernels for AMX-BF16: bf16 products in tiles, the rest as AVX-512.
  *
  * A tile product adds sixteen weight rows by sixteen activation rows over 32
  * elements of K. Weights are the first operand, straight from where they lie;
@@ -23,6 +23,7 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
 }
 
 #define OWN_PRODUCT_BF16
+#define OWN_ATTENTION_BF16
 #include "template_product.h"
 #include "template_rows.h"
 #include "template_attention.h"
@@ -274,6 +275,18 @@ static size_t product_scratch_bytes(int32_t k)
     return 2 * packed_bytes(k);
 }
 
+#include "amx_attention.h"
+
+#define ACC_STRIDE tile_acc_stride
+#define QUERY_BYTES tile_query_bytes
+#define QUERY tile_query
+#define SCORES tile_scores
+#define SOFTMAX tile_softmax
+#define VALUES NULL
+#define RUN_VALUES tile_values
+#define VALUE_BYTES tile_value_bytes
+#define STORE_VALUE tile_store_value
+#define FINISH tile_finish
 #define TABLE cpu_kernels_amx
 #define PACKED_BYTES packed_bytes
 #define PACK_ROWS pack_rows

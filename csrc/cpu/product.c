@@ -244,10 +244,16 @@ static void store_rows(const qkv_job *job, const range *r, int32_t kv_head,
         int32_t offset = (int32_t)(slot & (dev->extent.block_tokens - 1));
         char *block =
             dev->kv + (slot >> dev->block_shift) * dev->block_bytes + head;
-        if (key) {
+        const bool plain = !key && !(dev->bf16 && dev->kernels->store_value);
+        if (!plain) {
             dev->kernels->convert[dev->bf16](act, rows + i * head_dim,
                                              head_dim);
+        }
+        if (key) {
             store_key(dev, block, offset, act);
+        } else if (!plain) {
+            dev->kernels->store_value(block, offset, dev->extent.block_tokens,
+                                      act, head_dim);
         } else {
             dev->kernels->convert[dev->bf16](block + offset * row_bytes,
                                              rows + i * head_dim, head_dim);

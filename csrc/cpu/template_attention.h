@@ -26,10 +26,12 @@ static int32_t acc_stride_f32(int32_t head_dim)
     return (head_dim + LANES - 1) / LANES * LANES;
 }
 
+#if !defined(OWN_ATTENTION_BF16)
 static int32_t acc_stride_bf16(int32_t head_dim)
 {
     return (head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
 }
+#endif
 
 /* ---- queries -------------------------------------------------------------- */
 
@@ -43,7 +45,8 @@ static void query_f32(void *out, const void *q, int32_t head_dim)
     memcpy(out, q, query_bytes_f32(head_dim));
 }
 
-#if HAS_DOT
+#if defined(OWN_ATTENTION_BF16)
+#elif HAS_DOT
 static size_t query_bytes_bf16(int32_t head_dim)
 {
     return (size_t)head_dim * sizeof(uint16_t);
@@ -81,6 +84,18 @@ typedef struct key_vector {
     const char *k;
     int32_t n, slot;
 } key_vector;
+
+/* Up to LANES keys of [key, end), from the block that holds `key`. */
+static inline key_vector next_keys(const cpu_keys *keys, int32_t key,
+                                   int32_t end)
+{
+    int32_t at = key & (BLOCK_KEYS(keys) - 1);
+    int32_t n = BLOCK_KEYS(keys) - at;
+    n = n < LANES ? n : LANES;
+    n = n < end - key ? n : end - key;
+    return (key_vector){block_of(keys, keys->k, key) + (size_t)at * 4, n,
+                        key % RK_TILE};
+}
 
 /* A step is one dimension (float32) or a pair of them (bf16): one vector of K,
  * 4 bytes a key either way. */
@@ -209,19 +224,14 @@ score_step_bf16(vf acc[SCORE_ROWS][SCORE_VECTORS], const char *q,
     }                                                                         \
     static void scores_##TYPE(float *scores, const void *q,                   \
                               const cpu_keys *keys, int32_t key_begin,        \
-                              int32_t key_end, int32_t n)                     \
+                              int32_t key_end, int32_t n, void *scratch)      \
     {                                                                         \
+        (void)scratch;                                                        \
         const size_t q_bytes = query_bytes_##TYPE(keys->head_dim);            \
         key_vector whole[SCORE_VECTORS];                                      \
         int n_whole = 0;                                                      \
         for (int32_t key = key_begin; key < key_end;) {                       \
-            int32_t at = key & (BLOCK_KEYS(keys) - 1);                        \
-            int32_t most = BLOCK_KEYS(keys) - at;                             \
-            most = most < LANES ? most : LANES;                               \
-            key_vector one = {                                                \
-                block_of(keys, keys->k, key) + (size_t)at * 4,                \
-                most < key_end - key ? most : key_end - key,                  \
-                key % RK_TILE};                                               \
+            key_vector one = next_keys(keys, key, key_end);                   \
             key += one.n;                                                     \
             if (one.n < LANES) {                                              \
                 score_odd_##TYPE(scores, q, q_bytes, &one, keys, n);          \
@@ -244,7 +254,9 @@ score_step_bf16(vf acc[SCORE_ROWS][SCORE_VECTORS], const char *q,
     break
 
 DEFINE_SCORES(f32, keys->head_dim)
+#if !defined(OWN_ATTENTION_BF16)
 DEFINE_SCORES(bf16, keys->head_dim / 2)
+#endif
 
 /* ---- softmax of one row of a tile ------------------------------------------ */
 
@@ -399,7 +411,9 @@ value_step_bf16(vf acc[VALUE_ROWS][VALUE_VECTORS], const float *p,
     }
 
 DEFINE_VALUES(f32, 4, 1)
+#if !defined(OWN_ATTENTION_BF16)
 DEFINE_VALUES(bf16, 2, 2)
+#endif
 
 /* ---- partial results -------------------------------------------------------- */
 
@@ -428,6 +442,7 @@ static void finish_f32(void *out, const float *acc, const cpu_partial *all,
     }
 }
 
+#if !defined(OWN_ATTENTION_BF16)
 static void finish_bf16(void *out, const float *acc, const cpu_partial *all,
                         int32_t head_dim)
 {
@@ -444,3 +459,4 @@ static void finish_bf16(void *out, const float *acc, const cpu_partial *all,
         }
     }
 }
+#endif

@@ -1,9 +1,22 @@
-/* The table of one instruction set; the including file names it TABLE, and
- * PACK_ROWS and PACKED_BYTES where products want packed activations. */
-#if !defined(PACK_ROWS)
+/* The table of one instruction set; the including file names it TABLE. What
+ * an instruction set does its own way for bf16 it names before (kernels_amx.c).
+ */
+#if !defined(OWN_PRODUCT_BF16)
 #define PACK_ROWS NULL
 #define PACKED_BYTES NULL
 #define SCRATCH_BYTES NULL
+#endif
+#if !defined(OWN_ATTENTION_BF16)
+#define ACC_STRIDE acc_stride_bf16
+#define QUERY_BYTES query_bytes_bf16
+#define QUERY query_bf16
+#define SCORES scores_bf16
+#define SOFTMAX softmax_tile
+#define VALUES values_bf16
+#define RUN_VALUES NULL
+#define VALUE_BYTES NULL
+#define STORE_VALUE NULL
+#define FINISH finish_bf16
 #endif
 
 const cpu_kernels TABLE = {
@@ -15,14 +28,17 @@ const cpu_kernels TABLE = {
     .norm = {row_norm_f32, row_norm_bf16},
     .swiglu = {row_swiglu_f32, row_swiglu_bf16},
     .rope = row_rope,
-    .acc_stride = {acc_stride_f32, acc_stride_bf16},
-    .query_bytes = {query_bytes_f32, query_bytes_bf16},
-    .query = {query_f32, query_bf16},
-    .scores = {scores_f32, scores_bf16},
-    .softmax = softmax_tile,
-    .values = {values_f32, values_bf16},
+    .acc_stride = {acc_stride_f32, ACC_STRIDE},
+    .query_bytes = {query_bytes_f32, QUERY_BYTES},
+    .query = {query_f32, QUERY},
+    .scores = {scores_f32, SCORES},
+    .softmax = {softmax_tile, SOFTMAX},
+    .values = {values_f32, VALUES},
+    .run_values = RUN_VALUES,
+    .value_bytes = VALUE_BYTES,
+    .store_value = STORE_VALUE,
     .merge = merge_tile,
-    .finish = {finish_f32, finish_bf16},
+    .finish = {finish_f32, FINISH},
     .statistics = row_statistics,
     .weights = row_weights,
     .sum = row_sum,
