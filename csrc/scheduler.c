@@ -537,13 +537,15 @@ rk_status rk_session_step(rk_session *s, const rk_token **events,
         }
         break;
     }
+    if (status == RK_OK) {
+        stop_early(s);
+    }
+    *events = scheduler->events;
+    *n_events = scheduler->n_events;
     if (status != RK_OK) {
         return status;
     }
-    stop_early(s);
     sweep(scheduler);
-    *events = scheduler->events;
-    *n_events = scheduler->n_events;
     for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
         *n_active += active(r);
     }

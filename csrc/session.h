@@ -127,7 +127,8 @@ rk_status rk_session_submit(rk_session *session, rk_branch *branch,
 
 /* One step: admit what fits, compute one batch, pick tokens, retire what is
  * finished. *events points into the session, valid until the next call;
- * *n_events may be 0 while prompts are computed. *n_active: requests left. */
+ * *n_events may be 0 while prompts are computed. *n_active: requests left.
+ * After a failure the events are those that came before it. */
 rk_status rk_session_step(rk_session *session, const rk_token **events,
                           int32_t *n_events, int32_t *n_active, rk_error *err);
 
