@@ -14,11 +14,12 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
-_UNITS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_UNITS = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"),
+    *("eighteen", "nineteen"),
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _CARDINALS = {word: i for i, word in enumerate(_UNITS)}
 _CARDINALS |= {word: 20 + 10 * i for i, word in enumerate(_TENS)}
 _CARDINALS |= {"fourty": 40, "ninty": 90}  # as people write them

@@ -140,7 +140,7 @@ class BranchSession(_core.Session):
             isa=isa,
             step_tokens=step_tokens,
             token_bytes=token_bytes,
-            **({} if share else {"share": False}),
+            share=share,
             hash_bits=hash_bits,
             poison=poison,
         )

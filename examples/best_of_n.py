@@ -1,0 +1,19 @@
+"""Best of n with a verifier, and an approach in its own words. python best_of_n.py [MODEL]"""
+
+import sys
+
+import rksc
+from rksc.data import problems
+from rksc.demo import find_model
+
+model = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model())
+session = model.session(cgee=rksc.CGEE())
+problem = problems()[0]
+
+solution = rksc.solve(session, problem.question, approaches=8, max_new_tokens=80)
+solution.show()
+print("gold:", problem.answer, "chosen:", solution.answer)
+
+# The same with hints: each text is what one answer begins with.
+hints = ["Step 1:", "Let us write down what is known.", "First, "]
+print(rksc.solve(session, problem.question, hints, max_new_tokens=80))

