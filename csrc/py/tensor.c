@@ -7,9 +7,9 @@
  */
 #include "tensor.h"
 
+#include "lend.h"
 #include "quant.h"
 
-#include <dlpack/dlpack.h>
 #include <stddef.h>
 #include <structmember.h>
 
@@ -21,7 +21,7 @@
 #define CONVERT_STEP ((int64_t)1 << 24)
 
 typedef struct tensor_object {
-    PyObject_HEAD
+    PyObject_HEAD PyObject *weak_references;
     Py_buffer buffer; /* buffer.obj is NULL until the export is held */
     const uint8_t *data;
     rk_type type;
@@ -29,7 +29,6 @@ typedef struct tensor_object {
     int64_t shape[RK_TENSOR_MAX_DIMS];
     int64_t n_elements, n_bytes;
     PyObject *name; /* exact str or NULL */
-    PyObject *weak_references;
 } tensor_object;
 
 /* ---- creation ---------------------------------------------------------- */
@@ -143,7 +142,8 @@ static int place(tensor_object *self, int64_t offset)
     return 0;
 }
 
-static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *tensor_new(PyTypeObject *type, PyObject *args,
+                            PyObject *kwargs)
 {
     static char *keywords[] = {"buffer", "type", "shape", "offset", NULL};
     PyObject *exporter, *shape, *start = NULL;
@@ -180,8 +180,9 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static int tensor_traverse(tensor_object *self, visitproc visit, void *arg)
 {
+    /* Not buffer.obj: a memoryview that the collector clears while it is
+     * exported complains, and nothing that exports memory holds a Tensor. */
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT(self->buffer.obj);
     return 0;
 }
 
@@ -210,6 +211,7 @@ void rk_tensor_look(PyObject *tensor, rk_tensor_view *view)
         .shape = self->shape,
         .n_elements = self->n_elements,
         .n_bytes = self->n_bytes,
+        .readonly = self->buffer.readonly,
         /* A str keeps its UTF-8 form once made; the setter made it. */
         .name = self->name != NULL ? PyUnicode_AsUTF8(self->name) : NULL,
     };
@@ -222,8 +224,7 @@ static PyObject *tensor_get_type(tensor_object *self, void *Py_UNUSED(closure))
     return PyUnicode_FromString(rk_type_get(self->type)->name);
 }
 
-static PyObject *tensor_get_shape(tensor_object *self,
-                                  void *Py_UNUSED(closure))
+static PyObject *tensor_get_shape(tensor_object *self, void *Py_UNUSED(closure))
 {
     PyObject *shape = PyTuple_New(self->n_dims);
 
@@ -264,7 +265,8 @@ static int tensor_set_name(tensor_object *self, PyObject *value,
     if (value == NULL || value == Py_None) {
         self->name = NULL;
     } else if (!PyUnicode_CheckExact(value)) {
-        PyErr_Format(PyExc_TypeError, "Tensor.name must be a str or None, not %s",
+        PyErr_Format(PyExc_TypeError,
+                     "Tensor.name must be a str or None, not %s",
                      Py_TYPE(value)->tp_name);
         return -1;
     } else if (PyUnicode_AsUTF8(value) == NULL) {
@@ -297,15 +299,15 @@ static PyObject *tensor_repr(tensor_object *self)
 
 /* ---- the buffer protocol and NumPy ------------------------------------- */
 
-/* Row-major strides in elements. An empty tensor's other dimensions may be so
- * large that their product wraps; it has no element to reach. */
-static void set_strides(int64_t *strides, const tensor_object *self)
+void rk_tensor_strides(int64_t *strides, const rk_tensor_view *view)
 {
     int64_t stride = 1;
 
-    for (int i = self->n_dims - 1; i >= 0; i--) {
+    /* An empty tensor's other dimensions may be so large that their product
+     * wraps; it has no element to reach. */
+    for (int i = view->n_dims - 1; i >= 0; i--) {
         strides[i] = stride;
-        stride *= self->n_elements > 0 ? self->shape[i] : 1;
+        stride *= view->n_elements > 0 ? view->shape[i] : 1;
     }
 }
 
@@ -315,6 +317,7 @@ static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
 {
     const rk_type_info *info = rk_type_get(self->type);
     int64_t strides[RK_TENSOR_MAX_DIMS];
+    rk_tensor_view whole;
     Py_ssize_t *dims;
 
     view->obj = NULL;
@@ -339,7 +342,8 @@ static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
         PyErr_NoMemory();
         return -1;
     }
-    set_strides(strides, self);
+    rk_tensor_look((PyObject *)self, &whole);
+    rk_tensor_strides(strides, &whole);
     for (int i = 0; i < self->n_dims; i++) {
         dims[i] = (Py_ssize_t)self->shape[i];
         dims[RK_TENSOR_MAX_DIMS + i] =
@@ -380,11 +384,12 @@ static int convert(tensor_object *self, float *out)
 
     for (int64_t done = 0; done < self->n_elements;) {
         int64_t n = self->n_elements - done;
+        PyThreadState *thread;
 
         n = n < CONVERT_STEP ? n : CONVERT_STEP;
-        Py_BEGIN_ALLOW_THREADS
+        thread = PyEval_SaveThread();
         rk_dequantize(out + done, from, self->type, n);
-        Py_END_ALLOW_THREADS
+        PyEval_RestoreThread(thread);
         if (PyErr_CheckSignals() < 0) {
             return -1;
         }
@@ -430,9 +435,8 @@ static PyObject *tensor_numpy(tensor_object *self, PyObject *Py_UNUSED(unused))
     if (self->type == RK_F32) {
         PyObject *view = PyMemoryView_FromObject((PyObject *)self);
 
-        array = view == NULL
-                    ? NULL
-                    : PyObject_CallMethod(numpy, "asarray", "O", view);
+        array = view == NULL ? NULL
+                             : PyObject_CallMethod(numpy, "asarray", "O", view);
         Py_XDECREF(view);
     } else {
         array = converted_array(self, numpy);
@@ -473,279 +477,6 @@ static PyObject *tensor_array(tensor_object *self, PyObject *args,
     return cast;
 }
 
-/* ---- DLPack ------------------------------------------------------------ */
-
-/* One allocation for an export; `versioned` and `legacy` are never both used.
- */
-typedef struct export_block {
-    union {
-        DLManagedTensorVersioned versioned;
-        DLManagedTensor legacy;
-    } managed;
-    int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
-    PyObject *owner;
-} export_block;
-
-/* Consumers call deleters on any thread, with the GIL or without, and also
- * while the interpreter ends. Then, without the GIL, leaking is all that is
- * left: taking it would hang or kill the thread. */
-static void free_export(export_block *block)
-{
-    if (!Py_IsInitialized()) {
-        return;
-    }
-    if (PyGILState_Check()) {
-        Py_DECREF(block->owner);
-        PyMem_RawFree(block);
-        return;
-    }
-#if PY_VERSION_HEX >= 0x030d0000
-    if (Py_IsFinalizing()) {
-        return;
-    }
-#else
-    if (_Py_IsFinalizing()) {
-        return;
-    }
-#endif
-    PyGILState_STATE state = PyGILState_Ensure();
-    Py_DECREF(block->owner);
-    PyGILState_Release(state);
-    PyMem_RawFree(block);
-}
-
-static void versioned_deleter(DLManagedTensorVersioned *managed)
-{
-    free_export(managed->manager_ctx);
-}
-
-static void legacy_deleter(DLManagedTensor *managed)
-{
-    free_export(managed->manager_ctx);
-}
-
-/* A capsule that nobody consumed still owns the tensor. A consumer renames the
- * capsule, and then it is none of ours. */
-static void versioned_capsule_free(PyObject *capsule)
-{
-    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
-        DLManagedTensorVersioned *managed =
-            PyCapsule_GetPointer(capsule, "dltensor_versioned");
-
-        managed->deleter(managed);
-    }
-}
-
-static void legacy_capsule_free(PyObject *capsule)
-{
-    if (PyCapsule_IsValid(capsule, "dltensor")) {
-        DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
-
-        managed->deleter(managed);
-    }
-}
-
-static export_block *export_new(tensor_object *self, DLTensor *dl)
-{
-    static const DLDataType dtypes[] = {
-        [RK_F32] = {kDLFloat, 32, 1},
-        [RK_F16] = {kDLFloat, 16, 1},
-        [RK_BF16] = {kDLBfloat, 16, 1},
-    };
-    export_block *block = PyMem_RawCalloc(1, sizeof *block);
-
-    if (block == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (int i = 0; i < self->n_dims; i++) {
-        block->shape[i] = self->shape[i];
-    }
-    set_strides(block->strides, self);
-    *dl = (DLTensor){
-        .data = self->n_elements > 0 ? (void *)self->data : NULL,
-        .device = {kDLCPU, 0},
-        .ndim = self->n_dims,
-        .dtype = dtypes[self->type],
-        .shape = block->shape,
-        .strides = block->strides,
-    };
-    Py_INCREF(self);
-    block->owner = (PyObject *)self;
-    return block;
-}
-
-static PyObject *export_versioned(tensor_object *self, uint64_t flags)
-{
-    DLTensor dl;
-    export_block *block = export_new(self, &dl);
-    PyObject *capsule;
-
-    if (block == NULL) {
-        return NULL;
-    }
-    block->managed.versioned = (DLManagedTensorVersioned){
-        .version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION},
-        .manager_ctx = block,
-        .deleter = versioned_deleter,
-        .flags = flags,
-        .dl_tensor = dl,
-    };
-    capsule = PyCapsule_New(&block->managed.versioned, "dltensor_versioned",
-                            versioned_capsule_free);
-    if (capsule == NULL) {
-        free_export(block);
-    }
-    return capsule;
-}
-
-static PyObject *export_legacy(tensor_object *self)
-{
-    DLTensor dl;
-    export_block *block = export_new(self, &dl);
-    PyObject *capsule;
-
-    if (block == NULL) {
-        return NULL;
-    }
-    block->managed.legacy = (DLManagedTensor){
-        .dl_tensor = dl,
-        .manager_ctx = block,
-        .deleter = legacy_deleter,
-    };
-    capsule = PyCapsule_New(&block->managed.legacy, "dltensor",
-                            legacy_capsule_free);
-    if (capsule == NULL) {
-        free_export(block);
-    }
-    return capsule;
-}
-
-/* The same tensor over fresh, writable memory; a new reference. */
-static tensor_object *copied(tensor_object *self)
-{
-    PyObject *bytes = PyByteArray_FromStringAndSize(
-        (const char *)self->data, (Py_ssize_t)self->n_bytes);
-    PyObject *shape = tensor_get_shape(self, NULL), *copy = NULL;
-
-    if (bytes != NULL && shape != NULL) {
-        copy = PyObject_CallFunction((PyObject *)Py_TYPE(self), "OsO", bytes,
-                                     rk_type_get(self->type)->name, shape);
-    }
-    Py_XDECREF(bytes);
-    Py_XDECREF(shape);
-    return (tensor_object *)copy;
-}
-
-/* Is `version` None, or a pair whose first number says major >= 1? -1: error.
- */
-static int wants_versioned(PyObject *version)
-{
-    int major, minor;
-
-    if (version == Py_None) {
-        return 0;
-    }
-    if (!PyTuple_Check(version)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "__dlpack__: max_version must be a tuple or None");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(version, "ii;max_version must be two integers",
-                          &major, &minor)) {
-        return -1;
-    }
-    return major >= 1;
-}
-
-/* Only the CPU, and no stream, can be asked of memory that has neither. */
-static int check_target(PyObject *stream, PyObject *device)
-{
-    int kind, id;
-
-    if (stream != Py_None) {
-        PyErr_SetString(PyExc_BufferError,
-                        "__dlpack__: a Tensor lies in CPU memory, stream must "
-                        "be None");
-        return -1;
-    }
-    if (device == Py_None) {
-        return 0;
-    }
-    if (!PyTuple_Check(device)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "__dlpack__: dl_device must be a tuple or None");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(device, "ii;dl_device must be two integers", &kind,
-                          &id)) {
-        return -1;
-    }
-    if (kind != kDLCPU || id != 0) {
-        PyErr_SetString(PyExc_BufferError,
-                        "__dlpack__: a Tensor can only be exported to the CPU, "
-                        "dl_device (1, 0)");
-        return -1;
-    }
-    return 0;
-}
-
-static PyObject *tensor_dlpack(tensor_object *self, PyObject *args,
-                               PyObject *kwargs)
-{
-    static char *keywords[] = {"stream", "max_version", "dl_device", "copy",
-                               NULL};
-    PyObject *stream = Py_None, *version = Py_None, *device = Py_None;
-    PyObject *copy = Py_None, *capsule = NULL;
-    uint64_t flags = 0;
-    int versioned;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__",
-                                     keywords, &stream, &version, &device,
-                                     &copy)) {
-        return NULL;
-    }
-    versioned = wants_versioned(version);
-    if (versioned < 0 || check_target(stream, device) < 0) {
-        return NULL;
-    }
-    if (rk_type_get(self->type)->block_elements > 1) {
-        return PyErr_Format(PyExc_BufferError,
-                            "__dlpack__: DLPack has no type for %s blocks; use "
-                            "Tensor.numpy() for float32 values",
-                            rk_type_get(self->type)->name);
-    }
-    if (copy == Py_True) {
-        self = copied(self);
-        flags |= DLPACK_FLAG_BITMASK_IS_COPIED;
-    } else {
-        Py_INCREF(self);
-    }
-    if (self == NULL) {
-        return NULL;
-    }
-    if (self->buffer.readonly) {
-        flags |= DLPACK_FLAG_BITMASK_READ_ONLY;
-    }
-    if (versioned) {
-        capsule = export_versioned(self, flags);
-    } else if (self->buffer.readonly) {
-        PyErr_SetString(PyExc_BufferError,
-                        "__dlpack__: read-only memory needs a consumer of "
-                        "DLPack 1.0 (max_version=(1, 0)), or copy=True");
-    } else {
-        capsule = export_legacy(self);
-    }
-    Py_DECREF(self);
-    return capsule;
-}
-
-static PyObject *tensor_dlpack_device(tensor_object *Py_UNUSED(self),
-                                      PyObject *Py_UNUSED(unused))
-{
-    return Py_BuildValue("(ii)", (int)kDLCPU, 0);
-}
-
 /* ---- the type ---------------------------------------------------------- */
 
 static PyMethodDef METHODS[] = {
@@ -756,13 +487,13 @@ static PyMethodDef METHODS[] = {
     {"__array__", (PyCFunction)(void (*)(void))tensor_array,
      METH_VARARGS | METH_KEYWORDS,
      "__array__(dtype=None, copy=None)\n--\n\nnumpy(), cast to dtype."},
-    {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack,
+    {"__dlpack__", (PyCFunction)(void (*)(void))rk_tensor_lend,
      METH_VARARGS | METH_KEYWORDS,
      "__dlpack__(*, stream=None, max_version=None, dl_device=None, "
      "copy=None)\n--\n\n"
      "F32, F16 or BF16 memory as a DLPack capsule, without a copy unless asked "
      "for."},
-    {"__dlpack_device__", (PyCFunction)tensor_dlpack_device, METH_NOARGS,
+    {"__dlpack_device__", rk_tensor_lend_device, METH_NOARGS,
      "__dlpack_device__()\n--\n\n(1, 0): the CPU."},
     {NULL, NULL, 0, NULL},
 };
@@ -799,7 +530,8 @@ static PyType_Slot SLOTS[] = {
     {Py_bf_releasebuffer, tensor_releasebuffer},
     {Py_tp_doc,
      "Tensor(buffer, type, shape, offset=0)\n--\n\n"
-     "A typed, row-major window on the bytes of `buffer` (a mapped file, bytes, "
+     "A typed, row-major window on the bytes of `buffer` (a mapped file, "
+     "bytes, "
      "a contiguous array), which it keeps alive and does not copy.\n\n"
      "type: \"F32\", \"F16\", \"BF16\" or a GGUF block type \"Q4_0\" ... "
      "\"Q6_K\". shape: logical elements. ValueError names what does not fit."},

@@ -17,14 +17,15 @@
 /* What the engine reads of a Tensor. Everything is borrowed from the object
  * and stays valid and unchanged as long as the object lives. */
 typedef struct rk_tensor_view {
-    const void *data;     /* first byte; aligned to the element for plain types
-                             (blocks have no alignment) */
+    /* First byte; aligned to the element for plain types, blocks have none. */
+    const void *data;
     rk_type type;
     int n_dims;
     const int64_t *shape; /* (n_dims,) elements, row-major; the last dimension
                              is a multiple of the type's block */
     int64_t n_elements, n_bytes;
-    const char *name;     /* UTF-8 or NULL */
+    bool readonly;
+    const char *name; /* UTF-8 or NULL */
 } rk_tensor_view;
 
 /* A new reference to the heap type, to be kept in the module's state and added
@@ -36,6 +37,9 @@ static inline bool rk_tensor_check(PyObject *object, PyObject *type)
 {
     return Py_TYPE(object) == (PyTypeObject *)type;
 }
+
+/* Row-major strides in elements, (n_dims,), of what `view` shows. */
+void rk_tensor_strides(int64_t *strides, const rk_tensor_view *view);
 
 /* Look into `tensor`, for which rk_tensor_check must hold. Cannot fail. */
 void rk_tensor_look(PyObject *tensor, rk_tensor_view *view);

@@ -1,0 +1,286 @@
+/* DLPack's producer side: a Tensor's memory as a capsule.
+ *
+ * An export is one allocation that owns a reference to the tensor. Whoever
+ * holds the capsule under its first name owns the export; a consumer renames
+ * it and calls the deleter when done, on any thread, with the GIL or without.
+ */
+#include "lend.h"
+
+#include "quant.h"
+#include "tensor.h"
+
+#include <dlpack/dlpack.h>
+
+/* One allocation for an export; `versioned` and `legacy` are never both used.
+ */
+typedef struct export_block {
+    union {
+        DLManagedTensorVersioned versioned;
+        DLManagedTensor legacy;
+    } managed;
+    int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
+    PyObject *owner;
+} export_block;
+
+/* Consumers call deleters on any thread, with the GIL or without, and also
+ * while the interpreter ends. Then, without the GIL, leaking is all that is
+ * left: taking it would hang or kill the thread. */
+static void free_export(export_block *block)
+{
+    if (!Py_IsInitialized()) {
+        return;
+    }
+    if (PyGILState_Check()) {
+        Py_DECREF(block->owner);
+        PyMem_RawFree(block);
+        return;
+    }
+#if PY_VERSION_HEX >= 0x030d0000
+    if (Py_IsFinalizing()) {
+        return;
+    }
+#else
+    if (_Py_IsFinalizing()) {
+        return;
+    }
+#endif
+    PyGILState_STATE state = PyGILState_Ensure();
+    Py_DECREF(block->owner);
+    PyGILState_Release(state);
+    PyMem_RawFree(block);
+}
+
+static void versioned_deleter(DLManagedTensorVersioned *managed)
+{
+    free_export(managed->manager_ctx);
+}
+
+static void legacy_deleter(DLManagedTensor *managed)
+{
+    free_export(managed->manager_ctx);
+}
+
+/* A capsule that nobody consumed still owns the tensor. A consumer renames the
+ * capsule, and then it is none of ours. */
+static void versioned_capsule_free(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        DLManagedTensorVersioned *managed =
+            PyCapsule_GetPointer(capsule, "dltensor_versioned");
+
+        managed->deleter(managed);
+    }
+}
+
+static void legacy_capsule_free(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
+
+        managed->deleter(managed);
+    }
+}
+
+static export_block *export_new(PyObject *tensor, DLTensor *dl)
+{
+    static const DLDataType dtypes[] = {
+        [RK_F32] = {kDLFloat, 32, 1},
+        [RK_F16] = {kDLFloat, 16, 1},
+        [RK_BF16] = {kDLBfloat, 16, 1},
+    };
+    export_block *block = PyMem_RawCalloc(1, sizeof *block);
+    rk_tensor_view view;
+
+    if (block == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    rk_tensor_look(tensor, &view);
+    for (int i = 0; i < view.n_dims; i++) {
+        block->shape[i] = view.shape[i];
+    }
+    rk_tensor_strides(block->strides, &view);
+    *dl = (DLTensor){
+        .data = view.n_elements > 0 ? (void *)view.data : NULL,
+        .device = {kDLCPU, 0},
+        .ndim = view.n_dims,
+        .dtype = dtypes[view.type],
+        .shape = block->shape,
+        .strides = block->strides,
+    };
+    Py_INCREF(tensor);
+    block->owner = tensor;
+    return block;
+}
+
+static PyObject *export_versioned(PyObject *tensor, uint64_t flags)
+{
+    DLTensor dl;
+    export_block *block = export_new(tensor, &dl);
+    PyObject *capsule;
+
+    if (block == NULL) {
+        return NULL;
+    }
+    block->managed.versioned = (DLManagedTensorVersioned){
+        .version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION},
+        .manager_ctx = block,
+        .deleter = versioned_deleter,
+        .flags = flags,
+        .dl_tensor = dl,
+    };
+    capsule = PyCapsule_New(&block->managed.versioned, "dltensor_versioned",
+                            versioned_capsule_free);
+    if (capsule == NULL) {
+        free_export(block);
+    }
+    return capsule;
+}
+
+static PyObject *export_legacy(PyObject *tensor)
+{
+    DLTensor dl;
+    export_block *block = export_new(tensor, &dl);
+    PyObject *capsule;
+
+    if (block == NULL) {
+        return NULL;
+    }
+    block->managed.legacy = (DLManagedTensor){
+        .dl_tensor = dl,
+        .manager_ctx = block,
+        .deleter = legacy_deleter,
+    };
+    capsule =
+        PyCapsule_New(&block->managed.legacy, "dltensor", legacy_capsule_free);
+    if (capsule == NULL) {
+        free_export(block);
+    }
+    return capsule;
+}
+
+/* The same tensor over fresh, writable memory; a new reference. */
+static PyObject *copied(PyObject *tensor)
+{
+    PyObject *bytes, *shape, *copy = NULL;
+    rk_tensor_view view;
+
+    rk_tensor_look(tensor, &view);
+    bytes = PyByteArray_FromStringAndSize(view.data, (Py_ssize_t)view.n_bytes);
+    shape = PyObject_GetAttrString(tensor, "shape");
+    if (bytes != NULL && shape != NULL) {
+        copy = PyObject_CallFunction((PyObject *)Py_TYPE(tensor), "OsO", bytes,
+                                     rk_type_get(view.type)->name, shape);
+    }
+    Py_XDECREF(bytes);
+    Py_XDECREF(shape);
+    return copy;
+}
+
+/* Is `version` None, or a pair whose first number says major >= 1? -1: error.
+ */
+static int wants_versioned(PyObject *version)
+{
+    int major, minor;
+
+    if (version == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(version)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "__dlpack__: max_version must be a tuple or None");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(version, "ii;max_version must be two integers",
+                          &major, &minor)) {
+        return -1;
+    }
+    return major >= 1;
+}
+
+/* Only the CPU, and no stream, can be asked of memory that has neither. */
+static int check_target(PyObject *stream, PyObject *device)
+{
+    int kind, id;
+
+    if (stream != Py_None) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor lies in CPU memory, stream must "
+                        "be None");
+        return -1;
+    }
+    if (device == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(device)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "__dlpack__: dl_device must be a tuple or None");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(device, "ii;dl_device must be two integers", &kind,
+                          &id)) {
+        return -1;
+    }
+    if (kind != kDLCPU || id != 0) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor can only be exported to the CPU, "
+                        "dl_device (1, 0)");
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *rk_tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"stream", "max_version", "dl_device", "copy",
+                               NULL};
+    PyObject *stream = Py_None, *version = Py_None, *device = Py_None;
+    PyObject *copy = Py_None, *capsule = NULL;
+    rk_tensor_view view;
+    uint64_t flags = 0;
+    int versioned;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__",
+                                     keywords, &stream, &version, &device,
+                                     &copy)) {
+        return NULL;
+    }
+    versioned = wants_versioned(version);
+    if (versioned < 0 || check_target(stream, device) < 0) {
+        return NULL;
+    }
+    rk_tensor_look(tensor, &view);
+    if (rk_type_get(view.type)->block_elements > 1) {
+        return PyErr_Format(PyExc_BufferError,
+                            "__dlpack__: DLPack has no type for %s blocks; use "
+                            "Tensor.numpy() for float32 values",
+                            rk_type_get(view.type)->name);
+    }
+    if (copy == Py_True) {
+        tensor = copied(tensor);
+        flags |= DLPACK_FLAG_BITMASK_IS_COPIED;
+    } else {
+        Py_INCREF(tensor);
+        flags |= view.readonly ? DLPACK_FLAG_BITMASK_READ_ONLY : 0;
+    }
+    if (tensor == NULL) {
+        return NULL;
+    }
+    if (versioned) {
+        capsule = export_versioned(tensor, flags);
+    } else if (flags & DLPACK_FLAG_BITMASK_READ_ONLY) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: read-only memory needs a consumer of "
+                        "DLPack 1.0 (max_version=(1, 0)), or copy=True");
+    } else {
+        capsule = export_legacy(tensor);
+    }
+    Py_DECREF(tensor);
+    return capsule;
+}
+
+PyObject *rk_tensor_lend_device(PyObject *Py_UNUSED(tensor),
+                                PyObject *Py_UNUSED(unused))
+{
+    return Py_BuildValue("(ii)", (int)kDLCPU, 0);
+}
