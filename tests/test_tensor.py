@@ -262,7 +262,7 @@ def test_exports_alive_at_exit_do_no_harm() -> None:
 
 
 def test_cycles_that_lead_to_a_tensor_are_collected() -> None:
-    """As a model's weights in a cycle: the view that lends the memory must not complain."""
+    """As the weights of a model that refers to itself."""
 
     class Holder:
         everything: list[Any]
