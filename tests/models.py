@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from model_files import TINY, Weights, random_weights
-from numpy.typing import NDArray
+from model_files import TINY, Weights, encode, random_weights
 from reference import Reference
 
 from rksc.config import ModelConfig
@@ -44,6 +43,17 @@ class Small:
         """n random tokens; another seed, another text."""
         rng = np.random.default_rng([seed, n, 20260])
         return [int(t) for t in rng.integers(0, self.vocab, n)]
+
+    @cached_property
+    def rounded(self) -> Small:
+        """The model that a bf16 session computes: its matrices rounded to bfloat16."""
+
+        def bf16(weights: Weights) -> None:
+            for key, w in weights.items():
+                if w.ndim == 2:
+                    weights[key] = encode(w, "BF16")[1]
+
+        return self.changed(f"{self.name}-bf16", bf16)
 
     def changed(self, name: str, change: Callable[[Weights], None]) -> Small:
         """A copy whose weights `change` has edited in place."""
@@ -114,7 +124,7 @@ ARCHITECTURES = (
 def _grow(weights: Weights) -> None:
     for name, w in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            w *= np.float32(10.0 ** (int(name.split(".")[2]) + 1))
+            weights[name] = w * np.float32(10.0 ** (int(name.split(".")[2]) + 1))
 
 
 def _no_keys(weights: Weights) -> None:
@@ -142,8 +152,7 @@ TWINS = T4.changed("twins", _twins)
 SHARP = T4.changed("sharp", _sharp)
 """Logits eight times as large: confidences well above 1 / vocabulary."""
 
-_WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
-WIDE = make("wide", 30, **_WIDE)
+WIDE = make("wide", 30, hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
 """Hidden 256: rows of whole K-quant blocks, and more than one step of every inner loop."""
 
 ALL = {m.name: m for m in (T1, *ARCHITECTURES, GROWING, NO_KEYS, TWINS, SHARP, WIDE)}

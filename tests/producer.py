@@ -9,7 +9,7 @@ second deleter call is counted (`deleted > exports`) instead of crashing.
 from __future__ import annotations
 
 import ctypes as c
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,17 +66,19 @@ _python.PyCapsule_GetPointer.argtypes = (c.c_void_p, c.c_char_p)
 _exported: dict[int, tuple[Producer, Any, Any]] = {}
 
 
-@c.CFUNCTYPE(None, c.c_void_p)
-def _delete(address: int) -> None:
+def _count_deletion(address: int) -> None:
     _exported[address][0].deleted += 1
 
 
-@c.PYFUNCTYPE(None, c.c_void_p)
-def _capsule_dies(capsule: int) -> None:
+def _free_unconsumed(capsule: int) -> None:
     """What a producer owes: a capsule that nobody consumed frees its tensor."""
     for name in _NAMES.values():
         if _python.PyCapsule_IsValid(capsule, name):
-            _delete(_python.PyCapsule_GetPointer(capsule, name))
+            _count_deletion(_python.PyCapsule_GetPointer(capsule, name))
+
+
+_delete = c.CFUNCTYPE(None, c.c_void_p)(_count_deletion)
+_capsule_dies = c.PYFUNCTYPE(None, c.c_void_p)(_free_unconsumed)
 
 
 _KINDS = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
@@ -99,7 +101,7 @@ class Producer:
         lanes: int = 1,
         shape: tuple[int, ...] | None = None,
         ndim: int | None = None,
-        strides: tuple[int, ...] | str | None = "own",
+        strides: tuple[int, ...] | Literal["own"] | None = "own",
         byte_offset: int = 0,
         data: int | None = None,
         device: tuple[int, int] = (CPU, 0),

