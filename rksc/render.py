@@ -29,7 +29,7 @@ def tree(solution: Solution, width: int = 100, colour: bool = False) -> str:
     root = solution.nodes[0]
     prompt = f"{root.branch.n_tokens} tokens" if not root.branch.dropped else "prompt"
     lines = [
-        paint(clip(solution.problem, width), _BOLD),
+        *(paint(line, _BOLD) for line in wrap(solution.problem, width, 4)),
         paint(
             clip(f"│ {prompt}, computed once for {len(solution.nodes) - 1} branches", width), _DIM
         ),
@@ -58,9 +58,9 @@ def _branch(
     below = indent + ("   " if last else "│  ")
     text = " ".join((node.suffix + node.text).split())
     rail = below + ("│   " if children else "    ")
-    room = width - len(rail)
-    style = "" if best else _DIM
-    lines.append(paint(rail, _DIM) + paint(clip_middle(text, room), style))
+    room = max(width - len(rail), 1)
+    shown = wrap(text, room, 4) if best else [clip_middle(text, room)]
+    lines += [paint(rail, _DIM) + paint(line, "" if best else _DIM) for line in shown]
     for child in children:
         _branch(solution, child, below, lines, width, paint)
 
@@ -88,7 +88,7 @@ def _marks(node: Node) -> list[tuple[str, str]]:
 
 def gate_words(gate: Gate) -> str:
     """ASKS' decision in a few words."""
-    sigma = "" if gate.sigma is None else f", σ {gate.sigma:.2f}"
+    sigma = "" if gate.sigma is None else f", sigma {gate.sigma:.2f}"
     return f"{'shared' if gate.accepted else 'own'} prompt ({gate.reason}{sigma})"
 
 
@@ -116,6 +116,7 @@ def phase_table(phases: Sequence[Phase]) -> list[str]:
     lines = ["".ljust(10) + "".join(_COLUMNS[i][0].rjust(14) for i in used)]
     for name, values in rows:
         cells = [f"{values[i]:.2f}" if i == 0 else f"{values[i]:,}" for i in used]
+        cells = ["-" if cell == "0" else cell for cell in cells]
         lines.append(name.ljust(10) + "".join(cell.rjust(14) for cell in cells))
     return lines
 
@@ -154,6 +155,22 @@ def clip(text: str, width: int) -> str:
     return _take(text, width - 1) + "…"
 
 
+def wrap(text: str, width: int, most: int) -> list[str]:
+    """A text's words on lines of at most `width` columns; the middle goes where more than `most`
+    lines would be needed."""
+    lines, line = [], ""
+    for word in clip_middle(" ".join(printable(text).split()), width * most).split(" "):
+        if line and columns(line) + 1 + columns(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    lines.append(line)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], clip_middle(" ".join(lines[most - 1 :]), width)]
+    return [clip(one, width) for one in lines]
+
+
 def clip_middle(text: str, width: int) -> str:
     """Like `clip`, but what is left out is in the middle: a solution ends with its answer."""
     text = printable(text)
@@ -183,8 +200,8 @@ class _Painter:
 def clip_painted(parts: Sequence[tuple[str, str]], width: int, paint: _Painter) -> str:
     """Parts in their styles on one line of at most `width` columns."""
     line, room = "", width
-    for text, style in parts:
-        text = printable(text)
+    for raw, style in parts:
+        text = printable(raw)
         if columns(text) > room:
             return line + paint(clip(text, room), style) if room > 0 else line
         line += paint(text, style)
