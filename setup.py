@@ -57,7 +57,7 @@ def flags() -> list[str]:
     return [*FLAGS, *extra]
 
 
-class BuildExtension(build_ext):
+class BuildExtension(build_ext):  # type: ignore[misc]  # setuptools is untyped
     """Compiles objects in parallel, each file with its own instruction set."""
 
     def build_extension(self, ext: Extension) -> None:
@@ -65,9 +65,9 @@ class BuildExtension(build_ext):
         compile_one = compiler._compile
         machine = platform.machine()
 
-        def compile_file(obj, src, ext_, cc_args, extra_postargs, pp_opts):  # type: ignore[no-untyped-def]
+        def compile_file(obj, src, suffix, cc_args, postargs, pp_opts):  # type: ignore[no-untyped-def]
             isa = ISA_FLAGS.get(Path(src).name, []) if machine in ("x86_64", "AMD64") else []
-            compile_one(obj, src, ext_, cc_args, [*extra_postargs, *isa], pp_opts)
+            compile_one(obj, src, suffix, cc_args, [*postargs, *isa], pp_opts)
 
         def compile_all(  # type: ignore[no-untyped-def]
             sources,
@@ -85,10 +85,12 @@ class BuildExtension(build_ext):
             cc_args = compiler._get_cc_args(pp_opts, debug, extra_preargs)
             stale = [obj for obj in objects if obj in build and self._is_stale(obj, build[obj][0])]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                jobs = [
-                    pool.submit(compile_file, obj, *build[obj], cc_args, postargs, pp_opts)
-                    for obj in stale
-                ]
+                jobs = []
+                for obj in stale:
+                    src, suffix = build[obj]
+                    jobs.append(
+                        pool.submit(compile_file, obj, src, suffix, cc_args, postargs, pp_opts)
+                    )
                 for obj, job in zip(stale, jobs, strict=True):
                     job.result()
                     Path(obj).with_suffix(".flags").write_text(self._recipe())

@@ -53,7 +53,7 @@ def test_matches_the_reference(weights: Weights, expected: NDArray[np.float32]) 
     assert np.abs(expected - reference).max() < 1e-4 * np.abs(reference).max()
 
 
-# ---- layouts ---------------------------------------------------------------------------------
+# ---- layouts -----------------------------------------------------------------------------------
 
 
 def fortran(w: NDArray[Any]) -> NDArray[Any]:
@@ -73,11 +73,11 @@ def padded_rows(w: NDArray[Any]) -> NDArray[Any]:
 
 
 def upside_down(w: NDArray[Any]) -> NDArray[Any]:
-    return w[::-1].copy()[::-1]
+    return np.flip(np.flip(w, 0).copy(), 0)
 
 
 def mirrored(w: NDArray[Any]) -> NDArray[Any]:
-    return w[:, ::-1].copy()[:, ::-1]
+    return np.flip(np.flip(w, 1).copy(), 1)
 
 
 def unaligned(w: NDArray[Any]) -> NDArray[Any]:
@@ -235,7 +235,7 @@ def test_tensors_of_files_are_dequantised(weights: Weights, kind: str) -> None:
     assert np.array_equal(got, logits(weights))
 
 
-# ---- names ----------------------------------------------------------------------------------------
+# ---- names -------------------------------------------------------------------------------------
 
 
 def test_names_of_a_bare_model(weights: Weights) -> None:
@@ -336,7 +336,7 @@ def test_names_must_be_strings(weights: Weights) -> None:
         session(weights)
 
 
-# ---- producers -----------------------------------------------------------------------------------
+# ---- producers ---------------------------------------------------------------------------------
 
 
 def test_old_producers_are_asked_again_without_the_keyword(
@@ -471,7 +471,7 @@ def test_parameters_that_need_gradients(weights: Weights) -> None:
         session(weights)
 
 
-# ---- life ----------------------------------------------------------------------------------------
+# ---- life --------------------------------------------------------------------------------------
 
 
 def test_the_session_keeps_what_it_borrowed(weights: Weights) -> None:
@@ -493,7 +493,7 @@ def test_a_tensor_that_knows_its_session_is_collected() -> None:
     """The garbage collector sees through rksc.Tensor to its buffer."""
     weights = random_weights(CONFIG, seed=3)
 
-    class Memory(np.ndarray):  # type: ignore[type-arg]
+    class Memory(np.ndarray):
         owner: Any
 
     memory = weights[GATE].view(Memory)
@@ -520,7 +520,7 @@ def test_weights_trained_in_place(weights: Weights) -> None:
     s.check()
 
 
-# ---- libraries -------------------------------------------------------------------------------------
+# ---- libraries ---------------------------------------------------------------------------------
 
 
 def test_torch(weights: Weights, expected: NDArray[np.float32]) -> None:
@@ -552,7 +552,7 @@ def test_jax(weights: Weights, expected: NDArray[np.float32]) -> None:
     assert np.array_equal(logits(arrays), expected)
 
 
-# ---- arguments of the session ------------------------------------------------------------------------
+# ---- arguments of the session ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

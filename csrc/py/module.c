@@ -36,31 +36,6 @@ static PyObject *supported_isas(void)
     return tuple;
 }
 
-/* One attribute of one module; NULL with an exception. */
-static PyObject *import_from(const char *module_name, const char *name)
-{
-    PyObject *module = PyImport_ImportModule(module_name), *value;
-
-    if (module == NULL) {
-        return NULL;
-    }
-    value = PyObject_GetAttrString(module, name);
-    Py_DECREF(module);
-    return value;
-}
-
-/* The alias of the stub, for annotations: Sequence | numpy.ndarray. */
-static PyObject *tokens_alias(void)
-{
-    PyObject *sequence = import_from("collections.abc", "Sequence");
-    PyObject *array = sequence != NULL ? import_from("numpy", "ndarray") : NULL;
-    PyObject *alias = array != NULL ? PyNumber_Or(sequence, array) : NULL;
-
-    Py_XDECREF(sequence);
-    Py_XDECREF(array);
-    return alias;
-}
-
 /* Add a new reference (NULL: an exception is set) and keep it in *slot. */
 static int add(PyObject *module, const char *name, PyObject **slot,
                PyObject *value)
@@ -76,7 +51,7 @@ static int add(PyObject *module, const char *name, PyObject **slot,
 static int module_exec(PyObject *module)
 {
     rk_state *state = PyModule_GetState(module);
-    PyObject *isas = NULL, *tokens = NULL;
+    PyObject *isas = NULL;
 
     if (rk_numpy_import() < 0 ||
         add(module, "CapacityError", &state->capacity_error,
@@ -95,10 +70,6 @@ static int module_exec(PyObject *module)
         return -1;
     }
     Py_DECREF(isas); /* the module keeps it */
-    if (add(module, "Tokens", &tokens, tokens_alias()) < 0) {
-        return -1;
-    }
-    Py_DECREF(tokens);
     return 0;
 }
 
