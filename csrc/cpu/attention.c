@@ -330,7 +330,14 @@ static void fold(const attention_job *job, const workspace *ws,
 {
     const int64_t stride = job->dev->acc_stride;
     for (int32_t i = 0; i < n_pairs; i++) {
-        if (part[i].sum != 0.0f) {
+        if (part[i].sum == 0.0f) {
+            continue;
+        }
+        if (ws->all[i].sum == 0.0f) { /* the first: 1 * part + 0 */
+            ws->all[i] = part[i];
+            memcpy(ws->all_acc + i * stride, acc + i * stride,
+                   (size_t)stride * sizeof(float));
+        } else {
             job->dev->kernels->merge(ws->all_acc + i * stride, &ws->all[i],
                                      acc + i * stride, &part[i],
                                      (int32_t)stride);

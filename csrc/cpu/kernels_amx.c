@@ -153,14 +153,19 @@ typedef struct weight_view {
     const char *base;
     size_t step_bytes, tile_bytes;
     long stride;
+    bool ahead; /* fetch the next two tiles' rows meanwhile */
 } weight_view;
+
+/* Two tiles of rows that are worth fetching ahead: beyond this the processor's
+ * own prefetching of long rows does better. */
+#define AHEAD_BYTES 65536
 
 /* n_rows (<= 2 * SIDE) rows of w: (., k) as whole tiles one after the other,
  * zeros where there is no row or element. */
 static weight_view copy_weights(char *panel, const uint16_t *w, int32_t k,
                                 int32_t n_rows)
 {
-    weight_view view = {panel, 2 * TILE_BYTES, TILE_BYTES, 64};
+    weight_view view = {panel, 2 * TILE_BYTES, TILE_BYTES, 64, false};
     for (int32_t at = 0; at < k; at += DEPTH, panel += 2 * TILE_BYTES) {
         const int32_t left = k - at;
         for (int32_t r = 0; r < 2 * SIDE; r++) {
@@ -188,6 +193,13 @@ multiply_tiles(float sums[4][SIDE * SIDE], const weight_view *w, const char *a,
     _tile_zero(2);
     _tile_zero(3);
     for (; a < end; a += TILE_BYTES, from += step) {
+        if (m_tiles == 1 && w->ahead) {
+            const char *next = from + 2 * tile;
+            UNROLL
+            for (int r = 0; r < n_tiles * SIDE; r++) {
+                _mm_prefetch(next + r * stride, _MM_HINT_T1);
+            }
+        }
         _tile_loadd(6, a, 64);
         _tile_loadd(4, from, stride);
         _tile_dpbf16ps(0, 4, 6);
@@ -257,7 +269,8 @@ static void product_bf16(const cpu_product *job)
         int32_t n = job->n - j < 2 * SIDE ? job->n - j : 2 * SIDE;
         const uint16_t *rows = w + (int64_t)j * job->k;
         weight_view view = {(const char *)rows, DEPTH * 2,
-                            (size_t)job->k * 2 * SIDE, (long)job->k * 2};
+                            (size_t)job->k * 2 * SIDE, (long)job->k * 2,
+                            (int64_t)job->k * 4 * SIDE <= AHEAD_BYTES};
         if (whole && job->m <= 2 * SIDE && n >= SIDE) {
             n = n == 2 * SIDE ? n : SIDE;
         } else {

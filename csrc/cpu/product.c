@@ -12,7 +12,8 @@
 
 #define STEP 64
 #define PANEL 512 /* rows of a panel that is packed: weights are copied once */
-#define SLICE_BYTES 40000 /* of weights in a unit, when rows are few */
+#define SLICES 3      /* units of a thread, when rows are few */
+#define SLICE_MAX 512 /* weight rows of such a unit */
 
 /* How w->rows outputs and n rows are cut. */
 typedef struct cut {
@@ -30,14 +31,14 @@ static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n)
     return step;
 }
 
-static cut cut_product(const cpu_device *dev, int32_t m, int32_t n, int32_t k)
+static cut cut_product(const cpu_device *dev, int32_t m, int32_t n)
 {
     cut c = {.m_step = rows_of_unit(dev, m, n)};
     c.n_step = c.m_step > STEP ? STEP / 2 : STEP;
     c.m_units = cpu_ceil_div(m, c.m_step);
     if (m <= STEP) {
-        int64_t rows = SLICE_BYTES / ((int64_t)k * (int64_t)dev->act_bytes);
-        c.n_step = cpu_max(16, (int32_t)(rows < STEP ? rows : STEP) & ~15);
+        int32_t share = cpu_ceil_div(n, SLICES * dev->n_threads);
+        c.n_step = cpu_min(SLICE_MAX, cpu_ceil_div(share, 32) * 32);
     }
     c.n_units = c.m_units * cpu_ceil_div(n, c.n_step);
     return c;
@@ -160,7 +161,7 @@ void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
 {
     cpu_device *dev = (cpu_device *)base;
     linear_job job = {dev, out, prepare(dev, a, n, w->cols), w,
-                      n,   accumulate, cut_product(dev, n, w->rows, w->cols)};
+                      n,   accumulate, cut_product(dev, n, w->rows)};
     cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
 }
 
@@ -197,7 +198,7 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
 {
     cpu_device *dev = (cpu_device *)base;
     swiglu_job job = {dev, out, prepare(dev, a, n, gate->cols), gate, up, n,
-                      cut_product(dev, n, gate->rows, 2 * gate->cols)};
+                      cut_product(dev, n, gate->rows)};
     cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
 }
 
@@ -316,7 +317,7 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
 size_t cpu_product_scratch(const cpu_device *dev)
 {
     size_t step = dev->bf16 && dev->kernels->pack != NULL ? PANEL : STEP;
-    size_t tiles = 2 * step * STEP * sizeof(float);
+    size_t tiles = 2 * STEP * SLICE_MAX * sizeof(float); /* >= PANEL's */
     size_t head = (step + 1) * (size_t)dev->config.head_dim * sizeof(float);
     return tiles > head ? tiles : head;
 }
