@@ -4,16 +4,16 @@ import sys
 
 import rksc
 from rksc.data import problems
-from rksc.demo import find_model
+from rksc.demo import best_dtype, find_model
 
 model = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model())
-session = model.session(cgee=rksc.CGEE())
-problem = problems()[0]
+session = model.session(dtype=best_dtype(), cgee=rksc.CGEE())
+problem = problems()[7]
 
-solution = rksc.solve(session, problem.question, approaches=8, max_new_tokens=80)
+solution = rksc.solve(session, problem.question, approaches=8, max_new_tokens=64)
 solution.show()
 print("gold:", problem.answer, "chosen:", solution.answer)
 
 # The same with hints: each text is what one answer begins with.
 hints = ["Step 1:", "Let us write down what is known.", "First, "]
-print(rksc.solve(session, problem.question, hints, max_new_tokens=80))
+print(rksc.solve(session, problem.question, hints, max_new_tokens=64))

@@ -4,10 +4,11 @@ import sys
 
 import rksc
 from rksc.data import problems
-from rksc.demo import find_model
+from rksc.demo import best_dtype, find_model
 
 model = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model())
-session = model.session(kv_bytes="24MiB")  # what no longer fits is evicted and recomputed
+# What no longer fits into the budget is evicted, and recomputed when it is needed again.
+session = model.session(dtype=best_dtype(), kv_bytes="12MiB")
 problem = problems()[0]
 
 solution = rksc.search(

@@ -19,7 +19,6 @@ INSTRUCTION = (
 VERIFY = "Is the answer above correct? Reply with one word, YES or NO."
 VALUE = "Is the solution above correct as far as it goes? Reply with one word, YES or NO."
 
-_PLAIN = "Question: {problem}\n{instruction}\n\nSolution:"
 _CHAT_ANSWERS = (("YES", "NO"), ("Yes", "No"), ("yes", "no"))
 _PLAIN_ANSWERS = tuple((f" {yes}", f" {no}") for yes, no in _CHAT_ANSWERS) + _CHAT_ANSWERS
 _MARK = "\N{END OF TEXT}rksc-answer\N{END OF TEXT}"
@@ -29,8 +28,8 @@ _MARK = "\N{END OF TEXT}rksc-answer\N{END OF TEXT}"
 class Wordings:
     """How one call of solve or search speaks to its model.
 
-    instruction follows the problem ("" : nothing), system is the chat's system message,
-    question asks for the judgement.
+    instruction follows the problem ("": nothing), system is the chat's system message (without a
+    chat template: a text before all), question asks for the judgement.
     """
 
     session: BranchSession
@@ -48,7 +47,8 @@ class Wordings:
     def problem(self, problem: str) -> list[int]:
         """Tokens up to where the answer begins."""
         if self.tokenizer.chat_template is None:
-            text = _PLAIN.format(problem=problem, instruction=self.instruction)
+            system = "" if self.system is None else f"{self.system}\n\n"
+            text = f"{system}Question: {problem}\n{self.instruction}\n\nSolution:"
             return _encode(self.tokenizer, text, problem, bos=None)
         turns = self._turns(problem)
         text = self.tokenizer.chat(turns)

@@ -27,12 +27,9 @@ def tree(solution: Solution, width: int = 100, colour: bool = False) -> str:
     width = max(width, 40)
     paint = _Painter(colour)
     root = solution.nodes[0]
-    prompt = f"{root.branch.n_tokens} tokens" if not root.branch.dropped else "prompt"
     lines = [
         *(paint(line, _BOLD) for line in wrap(solution.problem, width, 4)),
-        paint(
-            clip(f"│ {prompt}, computed once for {len(solution.nodes) - 1} branches", width), _DIM
-        ),
+        paint(clip(f"│ {solution.prompt_tokens} tokens, computed once", width), _DIM),
     ]
     for child in solution.children(root):
         _branch(solution, child, "", lines, width, paint)

@@ -69,9 +69,13 @@ def search(
             ended = [node for node in children if last or node.finish_reason == "eos"]
             finished += ended
             going_on = [node for node in children if node not in ended]
-            frontier = sorted(going_on, key=lambda node: mark(node.branch), reverse=True)[:beam]
+            frontier = sorted(going_on, key=_mark, reverse=True)[:beam]
             for node in frontier:
                 node.kept = True
             if not frontier:
                 break
         return run.solution(finished, extract)
+
+
+def _mark(node: Node) -> float:
+    return mark(node.branch.score, node.branch.confidence)

@@ -40,7 +40,7 @@ def selftest(model: Model, **options: object) -> Iterator[Finding]:
     """Run all probes, each in a fresh session. An exception in one is its FAIL."""
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         raise ValueError("the selftest needs a model with a tokenizer and a chat template")
-    for probe in (_fork, _asks_accepts, _asks_rejects, _asks_guard, _level_1, _level_2, _eviction):
+    for probe in PROBES:
         try:
             yield probe(lambda **more: model.session(**{**options, **more}))
         except Exception as error:
@@ -197,3 +197,6 @@ def _eviction(make: _Make) -> Finding:
 
 def _list(cosines: NDArray[np.float32]) -> str:
     return "[" + " ".join(f"{c:.2f}" for c in cosines) + "]"
+
+
+PROBES = (_fork, _asks_accepts, _asks_rejects, _asks_guard, _level_1, _level_2, _eviction)

@@ -559,7 +559,8 @@ class BranchSession(_core.Session):
         if not len(branches):
             raise ValueError("branches: nothing to select from")
         verified = [branch for branch in branches if branch.score is not None]
-        return max(verified or branches, key=mark)  # max keeps the first on a tie
+        # max keeps the first on a tie
+        return max(verified or branches, key=lambda branch: mark(branch.score, branch.confidence))
 
     # ---- books -------------------------------------------------------------------------------
 
@@ -568,10 +569,10 @@ class BranchSession(_core.Session):
         return Stats(**self._stats())
 
 
-def mark(branch: Branch) -> float:
+def mark(score: float | None, confidence: float | None) -> float:
     """What `select` compares: score * sqrt(confidence), or the confidence without a score."""
-    confidence = 1.0 if branch.confidence is None else branch.confidence
-    return confidence if branch.score is None else branch.score * math.sqrt(confidence)
+    confidence = 1.0 if confidence is None else confidence
+    return confidence if score is None else score * math.sqrt(confidence)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Node:
     @property
     def mark(self) -> float | None:
         """What select compares: score * sqrt(confidence); None until verified."""
-        return None if self.score is None else mark(self.branch)
+        return None if self.score is None else mark(self.score, self.confidence)
 
     @property
     def evicted(self) -> bool:
@@ -126,7 +126,7 @@ class Solution:
     answer: str
     phases: list[Phase]
     stats: Stats
-    n_layers: int
+    prompt_tokens: int
 
     def children(self, node: Node) -> list[Node]:
         """Its children, in order."""
@@ -322,7 +322,7 @@ class Run:
             node.close()
         solution = Solution(
             self.problem, self.nodes, best, "", self.phases, self.session.stats(),
-            self.session.config.n_layers,
+            self.nodes[0].branch.n_tokens,
         )  # fmt: skip
         for node in solution.path():
             node.kept = True

@@ -1,0 +1,150 @@
+"""The `rksc` command on the small real model: output, exit status, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rksc import Model, data
+from rksc import demo as demo_module
+from rksc import selftest as module
+from rksc.cli import main
+from rksc.guard import same_numbers
+from rksc.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
+
+
+@pytest.fixture
+def path(smollm2: Model) -> str:
+    return str(smollm2.path)
+
+
+def test_version(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("rksc 0.")
+
+
+def test_errors_are_one_line_and_status_2(capsys: Any, tmp_path: Path) -> None:
+    for arguments in (
+        ["solve", str(tmp_path / "none.gguf"), "--problem", "x"],
+        ["doctor", str(tmp_path)],
+        ["demo", "--number", "40"],
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("rksc: ")
+        assert said.err.count("\n") == 1
+        assert "Traceback" not in said.err
+
+
+def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
+    assert main(["solve", path, "--problem", "x", "--dtype", "int4"]) == 2
+    assert "dtype" in capsys.readouterr().err
+    assert main(["solve", path, "--problem", "x", "--kv", "much"]) == 2
+    assert "kv_bytes" in capsys.readouterr().err
+
+
+def test_solve(capsys: Any, path: str, tmp_path: Path) -> None:
+    problem, page = tmp_path / "problem.txt", tmp_path / "tree.html"
+    problem.write_text("Tom has 3 apples and buys 4. How many has he?\n", "utf-8")
+    arguments = ["solve", path, "--problem", str(problem), "--branches", "3"]
+    arguments += ["--max-new-tokens", "8"]
+    assert main([*arguments, "--json", "--html", str(page)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["problem"] == "Tom has 3 apples and buys 4. How many has he?"
+    assert [node["parent"] for node in said["nodes"]] == [None, 0, 0, 0]
+    assert said["best"] in (1, 2, 3)
+    assert "Tom has 3 apples" in page.read_text("utf-8")
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "★" in shown
+    assert "\x1b" not in shown
+    best = next(node for node in said["nodes"] if node["id"] == said["best"])
+    assert best["text"].split()[0] in shown  # the same seed, the same answer
+
+
+def test_solve_searches_when_asked_for_depth(capsys: Any, path: str) -> None:
+    arguments = ["solve", path, "--problem", "2 + 3?", "--branches", "2", "--depth", "2"]
+    assert main([*arguments, "--beam", "1", "--max-new-tokens", "6", "--json"]) == 0
+    nodes = json.loads(capsys.readouterr().out)["nodes"]
+    assert max(node["depth"] for node in nodes) == 2
+
+
+def test_bench(capsys: Any, path: str) -> None:
+    sizes = ["--prefix", "40", "--branches", "2", "--suffix", "4", "--new", "3", "--verify", "4"]
+    assert main(["bench", path, *sizes, "--repeat", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["same_results"] is True
+    assert result["shared"]["phases"]["total"]["tokens"] == 40 + 2 * (3 + 3 + 5)
+    assert result["No-KV"]["phases"]["total"]["tokens"] == 2 + 2 * (42 + 3 + 50)
+
+
+def test_doctor(capsys: Any, path: str) -> None:
+    assert main(["doctor"]) == 0
+    assert "instructions" in capsys.readouterr().out
+    assert main(["doctor", path]) == 0
+    said = capsys.readouterr().out
+    assert "chat template: yes" in said
+    assert "30 layers" in said
+
+
+def test_selftest_passes(smollm2: Model) -> None:
+    findings = list(selftest(smollm2, dtype=demo_module.best_dtype()))
+    assert [f.name for f in findings if not f.passed] == []
+    seen = {f.name: f.seen for f in findings}
+    assert len(seen) == 7
+    assert "cosines [" in seen["ASKS accepts a rewording"]
+    assert "0 tokens computed" in seen["CGEE level 1 skips a verification"]
+
+
+def test_selftest_can_fail(monkeypatch: pytest.MonkeyPatch, smollm2: Model, capsys: Any) -> None:
+    """A gate that accepts everything, and one that breaks, are FAILs and status 1."""
+
+    def broken(make: Any) -> Finding:
+        raise KeyError("kv")
+
+    monkeypatch.setattr(module, "UNRELATED", REWORDED)
+    monkeypatch.setattr(module, "PROBES", (module._asks_rejects, broken))
+    accepted, raised = module.selftest(smollm2, dtype=demo_module.best_dtype())
+    assert accepted.name == "ASKS rejects another question"
+    assert not accepted.passed
+    assert str(raised) == "FAIL  broken: KeyError: 'kv'"
+    monkeypatch.setattr("rksc.cli.selftest", lambda *a, **k: [Finding("x", False, "seen")])
+    assert main(["doctor", str(smollm2.path), "--selftest"]) == 1
+    assert "FAIL  x: seen" in capsys.readouterr().out
+
+
+def test_the_selftests_texts_mean_what_they_say() -> None:
+    assert same_numbers(WORDING, REWORDED)
+    assert same_numbers(WORDING, UNRELATED)
+    assert not same_numbers(WORDING, OTHER_NUMBERS)
+
+
+def test_demo(capsys: Any, path: str) -> None:
+    assert main(["demo", "--model", path, "--branches", "3", "--max-new-tokens", "6"]) == 0
+    said = capsys.readouterr().out
+    assert "gold" in said
+    assert "without sharing" in said
+    assert "the same tokens and scores, bit for bit" in said
+
+
+def test_demo_model_is_found_or_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install"):
+        demo_module.find_model()
+
+
+def test_data() -> None:
+    rows = data.problems()
+    assert len(rows) == len({row.id for row in rows}) == 40
+    for row in (*rows, *data.examples()):
+        assert row.solution.endswith(f"#### {row.answer}"), row.id
+        assert "<<" not in row.solution
+    text = data.worked(data.examples())
+    assert text.count("Question: ") == text.count("Answer: ") == 4
+    folder = Path(data.__file__).parent
+    assert "MIT" in (folder / "LICENSE.gsm8k").read_text("utf-8")
