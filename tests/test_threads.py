@@ -33,7 +33,18 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {**TINY, "max_position_embeddings": 1 << 17}
 WEIGHTS = random_weights(CONFIG, seed=2)
 LIMIT = 60.0  # seconds; nothing here takes a tenth of it
-GREEDY: tuple[Any, ...] = (0.0, 0, 1.0, 0.0, 0, [], [], 2.0, 0.0, 1)
+GREEDY: tuple[float, int, float, float, int, list[int], list[bytes], float, float, int] = (
+    0.0,
+    0,
+    1.0,
+    0.0,
+    0,
+    [],
+    [],
+    2.0,
+    0.0,
+    1,
+)
 """temperature, top_k, top_p, min_p, seed, stop_ids, stop_strings, stop_top, stop_lead, min_steps"""
 
 
@@ -219,7 +230,7 @@ def test_events_of_submitted_requests_find_their_way() -> None:
     s = session()
     a, b, c = (s._prefill([i, 2, 3]) for i in (1, 4, 9))
     expected = s._generate(a.fork(1), 6, *GREEDY)[0][0].tolist()
-    request = s._submit(a, 6, *GREEDY, group=0)
+    request = s._submit(a, 6, *GREEDY, 0)
     s._generate([b], 4, *GREEDY)
     assert a.n_tokens > 3  # it went along
     s._generate([b], 4, *GREEDY)
@@ -235,16 +246,16 @@ def test_events_of_submitted_requests_find_their_way() -> None:
     assert reasons == [None] * 5 + ["length"]
     assert s._step() == ([], 0)
 
-    request = s._submit(c, 50, *GREEDY, group=0)
+    request = s._submit(c, 50, *GREEDY, 0)
     s._step()
     s._cancel(request)
     assert s._step() == ([], 0)
     assert c.n_tokens == 4
-    request = s._submit(c, 50, *GREEDY, group=0)
+    request = s._submit(c, 50, *GREEDY, 0)
     s._step()
     s._cancel(request, True)
     assert c.n_tokens == 4
-    request = s._submit(c, 50, *GREEDY, group=0)
+    request = s._submit(c, 50, *GREEDY, 0)
     c.drop()
     events, left = s._step()
     assert [(event[0], event[1], event[5]) for event in events] == [(request, -1, "cancelled")]
@@ -420,7 +431,7 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
     [
         "pass",
         "kids = b.fork(3); s._generate(kids, 4, *GREEDY)",
-        "s._submit(b, 50, *GREEDY, group=0); s._step()",
+        "s._submit(b, 50, *GREEDY, 0); s._step()",
         "b.verdict = [b]; s2 = session(); cycle = [s2]; cycle.append(cycle)",
         "import builtins; builtins.kept = (s, b)",
         "threading.Thread(target=lambda: s._generate([b], 200, *GREEDY)).start()",

@@ -489,22 +489,6 @@ def test_the_session_keeps_what_it_borrowed(weights: Weights) -> None:
     assert all(ref() is None for ref in arrays)
 
 
-def test_a_tensor_that_knows_its_session_is_collected() -> None:
-    """The garbage collector sees through rksc.Tensor to its buffer."""
-    weights = random_weights(CONFIG, seed=3)
-
-    class Memory(np.ndarray):
-        owner: Any
-
-    memory = weights[GATE].view(Memory)
-    weights[GATE] = _core.Tensor(memory, "F32", memory.shape)  # type: ignore[assignment]
-    memory.owner = session(weights)
-    gone = weakref.ref(memory.owner)
-    del memory, weights
-    gc.collect()
-    assert gone() is None
-
-
 def test_weights_trained_in_place(weights: Weights) -> None:
     lent: dict[str, Any] = {**weights, EMBEDDING: fortran(weights[EMBEDDING])}
     s = session(lent)

@@ -9,8 +9,7 @@
 /* More children of one fork than anybody can mean. */
 #define MAX_CHILDREN (1 << 20)
 
-/* ---- life
- * ------------------------------------------------------------------------ */
+/* ---- life ---------------------------------------------------------------- */
 
 branch_object *rk_branch_new(session_object *session)
 {
@@ -80,8 +79,7 @@ static void branch_dealloc(branch_object *self)
     Py_DECREF(type);
 }
 
-/* ---- arguments
- * -------------------------------------------------------------------- */
+/* ---- arguments ----------------------------------------------------------- */
 
 branch_object *rk_branch_read(session_object *session, PyObject *object,
                               const char *what)
@@ -169,8 +167,7 @@ rk_branch *rk_branch_enter(branch_object *self)
     return self->handle->branch;
 }
 
-/* ---- methods
- * ------------------------------------------------------------------------ */
+/* ---- methods ------------------------------------------------------------- */
 
 /* n children's objects without a place yet; NULL with an exception. */
 static PyObject *new_children(branch_object *self, int32_t n)
@@ -306,8 +303,7 @@ static PyObject *branch_drop(branch_object *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* ---- numbers
- * ------------------------------------------------------------------------- */
+/* ---- numbers ------------------------------------------------------------- */
 
 typedef enum field {
     N_TOKENS,
@@ -416,8 +412,7 @@ static int branch_set_stream(branch_object *self, PyObject *value,
     return 0;
 }
 
-/* ---- other attributes
- * ------------------------------------------------------------------ */
+/* ---- other attributes ---------------------------------------------------- */
 
 static PyObject *get_session(branch_object *self, void *Py_UNUSED(closure))
 {

@@ -60,8 +60,7 @@ PyObject *rk_raise(const rk_state *state, const rk_error *err)
     return NULL;
 }
 
-/* ---- integers
- * ---------------------------------------------------------------- */
+/* ---- integers ------------------------------------------------------------ */
 
 int rk_int_read(int32_t *out, PyObject *object, const char *what, int32_t least,
                 int32_t most)
@@ -121,8 +120,7 @@ int rk_uint64_read(uint64_t *out, PyObject *object, const char *what)
     return 0;
 }
 
-/* ---- token ids
- * ------------------------------------------------------------------ */
+/* ---- token ids ----------------------------------------------------------- */
 
 void rk_tokens_free(rk_tokens *tokens)
 {
@@ -348,8 +346,7 @@ fail:
     return -1;
 }
 
-/* ---- arrays
- * ------------------------------------------------------------------------ */
+/* ---- arrays -------------------------------------------------------------- */
 
 static PyObject *new_array(int n_dims, const npy_intp *dims, int type,
                            void **data)

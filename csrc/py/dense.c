@@ -11,8 +11,9 @@
 
 #define PIECE 2048 /* elements; whole blocks of every type */
 #define MAX_THREADS 64
-#define ELEMENTS_PER_THREAD ((int64_t)1 << 18) /* less is not worth a thread   \
-                                                */
+#define ELEMENTS_PER_THREAD                                                    \
+    ((int64_t)1 << 18) /* less is not worth a thread                           \
+                        */
 
 _Static_assert(PIECE % RK_MAX_BLOCK_ELEMENTS == 0, "pieces hold whole blocks");
 

@@ -1,284 +1,10 @@
-/* Generation: requests go in, the engine's events come out and find their way.
- *
- * All calls share one scheduler, so a step of one thread's `_generate` also
- * advances the requests of others. Every event goes to the collector that owns
- * its request (a running `_generate`), or else to the queue that `_step`
- * hands out. Everything here is guarded by the session's lock.
- */
-#include "py.h"
+/* Generation: `_generate`, and requests by `_submit`, `_step`, `_cancel`. */
+#include "collect.h"
 
 #include <math.h>
-#include <stdlib.h>
+#include <string.h>
 
-/* One request of a running `_generate`. */
-typedef struct series {
-    uint64_t request;
-    const rk_branch *branch; /* only compared */
-    int32_t n, capacity;
-    int32_t *tokens;
-    float *top_probs, *logprobs, *entropies;
-    rk_token end; /* end.finish: RK_FINISH_NONE while it runs */
-} series;
-
-typedef struct collector {
-    struct collector *next;
-    series *series; /* (n,) ids rise */
-    int32_t n, n_left;
-} collector;
-
-/* A request of `_submit` that has not ended. */
-typedef struct submission {
-    struct submission *next;
-    uint64_t request;
-    const rk_branch *branch;
-} submission;
-
-struct rk_generating {
-    uint8_t *token_bytes;   /* of all tokens, one after the other */
-    int64_t *token_offsets; /* (vocab_size + 1,); NULL: no table */
-    uint64_t next_group;
-    collector *collectors;
-    submission *submissions;
-    int32_t n_submissions;
-    rk_token *queue; /* events for `_step` */
-    int32_t n_queue, queue_capacity;
-};
-
-/* ---- the table of token bytes
- * --------------------------------------------------- */
-
-static int fill_table(rk_generating *g, PyObject *items, int32_t vocab_size)
-{
-    Py_ssize_t n = PyTuple_GET_SIZE(items);
-    int64_t total = 0;
-
-    /* What lies beyond the vocabulary can never be generated. */
-    n = n < vocab_size ? n : vocab_size;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PyTuple_GET_ITEM(items, i);
-
-        if (!PyBytes_Check(item)) {
-            PyErr_Format(PyExc_TypeError,
-                         "token_bytes[%zd] must be bytes, not %s", i,
-                         Py_TYPE(item)->tp_name);
-            return -1;
-        }
-        total += PyBytes_GET_SIZE(item);
-    }
-    g->token_bytes = PyMem_RawMalloc((size_t)total + 1);
-    g->token_offsets =
-        PyMem_RawCalloc((size_t)vocab_size + 1, sizeof *g->token_offsets);
-    if (g->token_bytes == NULL || g->token_offsets == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    total = 0;
-    for (Py_ssize_t i = 0; i < vocab_size; i++) {
-        if (i < n) {
-            PyObject *item = PyTuple_GET_ITEM(items, i);
-
-            memcpy(g->token_bytes + total, PyBytes_AS_STRING(item),
-                   (size_t)PyBytes_GET_SIZE(item));
-            total += PyBytes_GET_SIZE(item);
-        }
-        g->token_offsets[i + 1] = total;
-    }
-    return 0;
-}
-
-rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size)
-{
-    rk_generating *g = PyMem_RawCalloc(1, sizeof *g);
-    PyObject *items;
-    int failed;
-
-    if (g == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    if (token_bytes == Py_None) {
-        return g;
-    }
-    items = PySequence_Tuple(token_bytes);
-    failed = items == NULL || fill_table(g, items, vocab_size) < 0;
-    Py_XDECREF(items);
-    if (failed) {
-        rk_generating_free(g);
-        return NULL;
-    }
-    return g;
-}
-
-static void remove_submission(rk_generating *g, submission **at)
-{
-    submission *gone = *at;
-
-    *at = gone->next;
-    g->n_submissions--;
-    PyMem_RawFree(gone);
-}
-
-void rk_generating_free(rk_generating *g)
-{
-    if (g == NULL) {
-        return;
-    }
-    while (g->submissions != NULL) {
-        remove_submission(g, &g->submissions);
-    }
-    PyMem_RawFree(g->token_bytes);
-    PyMem_RawFree(g->token_offsets);
-    PyMem_RawFree(g->queue);
-    PyMem_RawFree(g);
-}
-
-/* ---- where events go
- * ------------------------------------------------------------- */
-
-static bool series_grow(series *s)
-{
-    int32_t capacity = s->capacity < 32 ? 32 : s->capacity * 2;
-    size_t bytes = (size_t)capacity * 4; /* all four arrays are this large */
-    int32_t *tokens = PyMem_RawRealloc(s->tokens, bytes);
-    float *top_probs = PyMem_RawRealloc(s->top_probs, bytes);
-    float *logprobs = PyMem_RawRealloc(s->logprobs, bytes);
-    float *entropies = PyMem_RawRealloc(s->entropies, bytes);
-
-    s->tokens = tokens != NULL ? tokens : s->tokens;
-    s->top_probs = top_probs != NULL ? top_probs : s->top_probs;
-    s->logprobs = logprobs != NULL ? logprobs : s->logprobs;
-    s->entropies = entropies != NULL ? entropies : s->entropies;
-    if (tokens == NULL || top_probs == NULL || logprobs == NULL ||
-        entropies == NULL) {
-        return false;
-    }
-    s->capacity = capacity;
-    return true;
-}
-
-static bool series_take(collector *c, series *s, const rk_token *event)
-{
-    if (event->token >= 0) {
-        if (s->n == s->capacity && !series_grow(s)) {
-            return false;
-        }
-        s->tokens[s->n] = event->token;
-        s->top_probs[s->n] = event->top_prob;
-        s->logprobs[s->n] = event->logprob;
-        s->entropies[s->n] = event->entropy;
-        s->n++;
-    }
-    if (event->finish != RK_FINISH_NONE && s->end.finish == RK_FINISH_NONE) {
-        s->end = *event;
-        c->n_left--;
-    }
-    return true;
-}
-
-static series *find_series(const collector *c, uint64_t request)
-{
-    int32_t low = 0, high = c->n;
-
-    while (low < high) {
-        int32_t middle = low + (high - low) / 2;
-
-        if (c->series[middle].request < request) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low < c->n && c->series[low].request == request ? &c->series[low]
-                                                           : NULL;
-}
-
-static bool enqueue(rk_generating *g, const rk_token *event)
-{
-    if (g->n_queue == g->queue_capacity) {
-        int32_t capacity = g->queue_capacity < 64 ? 64 : g->queue_capacity * 2;
-        rk_token *grown =
-            PyMem_RawRealloc(g->queue, (size_t)capacity * sizeof *grown);
-
-        if (grown == NULL) {
-            return false;
-        }
-        g->queue = grown;
-        g->queue_capacity = capacity;
-    }
-    g->queue[g->n_queue++] = *event;
-    return true;
-}
-
-/* False: no memory for it. Events of requests that nobody waits for any more
- * are none of our business. */
-static bool dispatch(rk_generating *g, const rk_token *event)
-{
-    for (collector *c = g->collectors; c != NULL; c = c->next) {
-        series *s = find_series(c, event->request);
-
-        if (s != NULL) {
-            return series_take(c, s, event);
-        }
-    }
-    for (submission **at = &g->submissions; *at != NULL; at = &(*at)->next) {
-        if ((*at)->request == event->request) {
-            if (event->finish != RK_FINISH_NONE) {
-                remove_submission(g, at);
-            }
-            return enqueue(g, event);
-        }
-    }
-    return true;
-}
-
-/* One step of the engine; its events go where they belong, after a failure
- * those that came before it. */
-static rk_status step(session_object *session, int32_t *n_active, rk_error *err)
-{
-    const rk_token *events = NULL;
-    int32_t n_events = 0;
-    bool taken = true;
-    rk_status status =
-        rk_session_step(session->engine, &events, &n_events, n_active, err);
-
-    for (int32_t i = 0; i < n_events; i++) {
-        taken = dispatch(session->generating, &events[i]) && taken;
-    }
-    if (status == RK_OK && !taken) {
-        status = rk_fail(err, RK_ENOMEM, "no memory for new tokens");
-    }
-    return status;
-}
-
-void rk_generating_forget(rk_generating *g, const rk_branch *branch)
-{
-    for (collector *c = g->collectors; c != NULL; c = c->next) {
-        for (int32_t i = 0; i < c->n; i++) {
-            const rk_token end = {
-                .token = -1, .finish = RK_FINISH_CANCELLED, .stop_index = -1};
-
-            if (c->series[i].branch == branch) {
-                series_take(c, &c->series[i], &end);
-                c->series[i].branch = NULL;
-            }
-        }
-    }
-    for (submission **at = &g->submissions; *at != NULL;) {
-        if ((*at)->branch == branch) {
-            /* Its consumer learns it; without memory, by n_active alone. */
-            enqueue(g, &(rk_token){.request = (*at)->request,
-                                   .token = -1,
-                                   .finish = RK_FINISH_CANCELLED,
-                                   .stop_index = -1});
-            remove_submission(g, at);
-        } else {
-            at = &(*at)->next;
-        }
-    }
-}
-
-/* ---- arguments
- * -------------------------------------------------------------------- */
+/* ---- arguments ----------------------------------------------------------- */
 
 /* What `_submit` and `_generate` have in common; owns what options point to. */
 typedef struct settings {
@@ -426,15 +152,14 @@ static const char *finish_name(rk_finish finish)
     return NULL;
 }
 
-/* ---- _submit, _step, _cancel
- * -------------------------------------------------------- */
+/* ---- _submit, _step, _cancel --------------------------------------------- */
 
 static rk_status submit(session_object *self, rk_branch *branch,
                         const settings *s, uint64_t group, uint64_t *request,
                         rk_error *err)
 {
     rk_generating *g = self->generating;
-    submission *new = PyMem_RawCalloc(1, sizeof *new);
+    rk_submission *new = PyMem_RawCalloc(1, sizeof *new);
     rk_status status;
 
     if (new == NULL) {
@@ -446,7 +171,7 @@ static rk_status submit(session_object *self, rk_branch *branch,
         PyMem_RawFree(new);
         return status;
     }
-    *new = (submission){g->submissions, *request, branch};
+    *new = (rk_submission){g->submissions, *request, branch};
     g->submissions = new;
     g->n_submissions++;
     return RK_OK;
@@ -540,7 +265,7 @@ PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
         int32_t n_active = 0;
 
         rk_long_begin(self, &visitor);
-        status = step(self, &n_active, &err);
+        status = rk_generating_step(self, &n_active, &err);
         rk_long_end(self, &visitor);
     }
     if (status == RK_OK) {
@@ -554,24 +279,13 @@ PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
     return events != NULL ? Py_BuildValue("(Ni)", events, (int)n_left) : NULL;
 }
 
-/* Does a running `_generate` own it? */
-static bool is_collected(const rk_generating *g, uint64_t request)
-{
-    for (const collector *c = g->collectors; c != NULL; c = c->next) {
-        if (find_series(c, request) != NULL) {
-            return true;
-        }
-    }
-    return false;
-}
-
 PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
                                PyObject *kwargs)
 {
     static char *keywords[] = {"request", "undo", NULL};
     PyObject *object;
     uint64_t request;
-    submission **at;
+    rk_submission **at;
     int undo = 0;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:_cancel", keywords,
@@ -585,12 +299,12 @@ PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
         at = &(*at)->next;
     }
     if (*at != NULL) {
-        remove_submission(self->generating, at);
+        rk_submission_remove(self->generating, at);
         if (!undo) {
             rk_session_cancel(self->engine, request);
         }
     }
-    if (undo && !is_collected(self->generating, request)) {
+    if (undo && !rk_generating_collects(self->generating, request)) {
         /* Also one that ended, while others of its group run. */
         rk_session_abort(self->engine, request);
     }
@@ -598,44 +312,21 @@ PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
     Py_RETURN_NONE;
 }
 
-/* ---- _generate
- * ------------------------------------------------------------------------ */
-
-static void collector_free(collector *c)
-{
-    for (int32_t i = 0; i < c->n; i++) {
-        PyMem_RawFree(c->series[i].tokens);
-        PyMem_RawFree(c->series[i].top_probs);
-        PyMem_RawFree(c->series[i].logprobs);
-        PyMem_RawFree(c->series[i].entropies);
-    }
-    PyMem_RawFree(c->series);
-    *c = (collector){0};
-}
-
-static void unlink_collector(rk_generating *g, const collector *c)
-{
-    collector **at = &g->collectors;
-
-    while (*at != c) {
-        at = &(*at)->next;
-    }
-    *at = c->next;
-}
+/* ---- _generate ----------------------------------------------------------- */
 
 /* Submit all and step until all have ended; after a failure none of them has
  * left a trace. Lock held, no GIL. */
 static rk_status run(session_object *self, rk_branch *const *branches,
-                     int32_t n, const settings *s, collector *c, rk_error *err)
+                     int32_t n, const settings *s, rk_collector *c,
+                     rk_error *err)
 {
     rk_generating *g = self->generating;
     uint64_t group = OWN_GROUPS | ++g->next_group;
     rk_status status = RK_OK;
 
-    c->next = g->collectors;
-    g->collectors = c;
+    rk_collector_link(g, c);
     while (c->n < n && status == RK_OK) {
-        series *next = &c->series[c->n];
+        rk_series *next = &c->series[c->n];
 
         status = rk_session_submit(self->engine, branches[c->n], &s->options,
                                    group, &next->request, err);
@@ -648,7 +339,7 @@ static rk_status run(session_object *self, rk_branch *const *branches,
     while (c->n_left > 0 && status == RK_OK) {
         int32_t n_active = 0;
 
-        status = step(self, &n_active, err);
+        status = rk_generating_step(self, &n_active, err);
         if (status == RK_OK && c->n_left > 0 && n_active == 0) {
             status = rk_fail(err, RK_ESTATE, "%d requests were lost",
                              (int)c->n_left);
@@ -660,12 +351,12 @@ static rk_status run(session_object *self, rk_branch *const *branches,
     for (int32_t i = c->n; status != RK_OK && i > 0; i--) {
         rk_session_abort(self->engine, c->series[i - 1].request);
     }
-    unlink_collector(g, c);
+    rk_collector_unlink(g, c);
     return status;
 }
 
 /* One branch's row of the result. */
-static PyObject *series_tuple(const series *s)
+static PyObject *series_tuple(const rk_series *s)
 {
     int32_t *tokens;
     float *top_probs, *logprobs, *entropies;
@@ -715,7 +406,7 @@ fail:
     return NULL;
 }
 
-static PyObject *collector_list(const collector *c)
+static PyObject *collector_list(const rk_collector *c)
 {
     PyObject *list = PyList_New(c->n);
 
@@ -736,7 +427,8 @@ static PyObject *generate(session_object *self, PyObject *branches,
 {
     Py_ssize_t n = PyTuple_GET_SIZE(branches);
     rk_branch **places = PyMem_RawCalloc((size_t)n + 1, sizeof *places);
-    collector c = {.series = PyMem_RawCalloc((size_t)n + 1, sizeof *c.series)};
+    rk_collector c = {.series =
+                          PyMem_RawCalloc((size_t)n + 1, sizeof *c.series)};
     PyObject *rows = NULL;
     rk_visitor visitor;
     rk_error err = {0};
@@ -764,7 +456,7 @@ static PyObject *generate(session_object *self, PyObject *branches,
     }
 
 done:
-    collector_free(&c);
+    rk_collector_free(&c);
     PyMem_RawFree(places);
     return rows;
 }

@@ -4,8 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-/* ---- verification
- * ------------------------------------------------------------------- */
+/* ---- verification -------------------------------------------------------- */
 
 #define OFF 2.0 /* a confidence never reaches it */
 
@@ -215,8 +214,7 @@ PyObject *rk_session_py_verify(session_object *self, PyObject *args,
     return rows;
 }
 
-/* ---- scoring
- * ------------------------------------------------------------------------- */
+/* ---- scoring ------------------------------------------------------------- */
 
 /* An array for each continuation; their memory in out: (n,). */
 static PyObject *score_arrays(const rk_token_lists *lists, float **out)

@@ -95,6 +95,8 @@ typedef struct branch_object {
 int rk_session_enter(session_object *session);
 /* Drop what was queued and give the lock up; GIL held or not. */
 void rk_session_leave(session_object *session);
+/* Drop what was queued. Lock held, or nobody can reach the session. */
+void rk_session_drain(session_object *session);
 
 /* Give the GIL up for a long visit, and take it back. Lock held. `visitor` is
  * the caller's and valid in between. */
@@ -131,8 +133,15 @@ branch_object *rk_branch_read(session_object *session, PyObject *object,
  * (then the lock is not held). */
 rk_branch *rk_branch_enter(branch_object *self);
 
-/* ---- generation (generate.c)
- * -------------------------------------------------- */
+/* ---- the model (config.c) ------------------------------------------------ */
+
+/* The fields of a rksc.ModelConfig; config->inv_freq points to *frequencies,
+ * which the caller frees (PyMem_RawFree) in any case. -1 with an exception. */
+int rk_config_read(rk_config *config, double **frequencies, PyObject *object);
+/* A truth value, or -1 with an exception. */
+int rk_config_flag(PyObject *object, const char *field);
+
+/* ---- generation (generate.c, collect.c) ---------------------------------- */
 
 /* NULL with an exception. token_bytes: sequence of bytes or None. */
 rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size);
@@ -148,8 +157,7 @@ PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
 PyObject *rk_session_py_generate(session_object *self, PyObject *args,
                                  PyObject *kwargs);
 
-/* ---- scoring, verification, ASKS (judge.c)
- * ------------------------------------- */
+/* ---- scoring, verification, ASKS (judge.c) ------------------------------- */
 
 PyObject *rk_session_py_verify(session_object *self, PyObject *args,
                                PyObject *kwargs);
@@ -160,8 +168,7 @@ PyObject *rk_session_py_prompt_means(session_object *self, PyObject *args,
 PyObject *rk_session_py_prefill_similar(session_object *self, PyObject *args,
                                         PyObject *kwargs);
 
-/* ---- values (convert.c)
- * --------------------------------------------------------- */
+/* ---- values (convert.c) -------------------------------------------------- */
 
 /* Set the exception that a failed call means; always returns NULL. */
 PyObject *rk_raise(const rk_state *state, const rk_error *err);

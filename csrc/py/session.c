@@ -1,211 +1,13 @@
-/* rksc._core.Session: life, the way in and out of the engine, and the calls
- * that need neither requests (generate.c) nor judgement (judge.c).
- *
- * A branch is dropped by whoever holds the lock: dropping puts its handle on a
- * list, then tries the lock; the holder looks at the list before and after it
- * gives the lock up, so no handle is left behind.
- */
+/* rksc._core.Session: life, branches, books. What generates is in generate.c,
+ * what judges in judge.c, the way in and out of the engine in visit.c. */
 #include "py.h"
 
 #include <stdlib.h>
 #include <string.h>
 #include <structmember.h>
-#include <time.h>
 #include <unistd.h>
 
-/* Between two looks at Python's signals. Each needs the GIL, for which another
- * thread may let us wait 5 ms. */
-#define LOOK_NS 50000000
-
-/* ---- in and out
- * --------------------------------------------------------------- */
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-/* Let signal handlers run when it is time; true when one raised. */
-static bool look(void *context)
-{
-    rk_visitor *visitor = context;
-    int failed;
-
-    if (!visitor->looks || now_ns() - visitor->looked_ns < LOOK_NS) {
-        return false;
-    }
-    PyEval_RestoreThread(visitor->suspended);
-    failed = PyErr_CheckSignals();
-    visitor->suspended = PyEval_SaveThread();
-    visitor->looked_ns = now_ns();
-    return failed < 0;
-}
-
-bool rk_session_interrupted(void *context)
-{
-    session_object *session = context;
-
-    return session->visitor != NULL && look(session->visitor);
-}
-
-static void visitor_begin(const session_object *session, rk_visitor *visitor)
-{
-    *visitor = (rk_visitor){
-        .looks = PyThread_get_thread_ident() == session->main_thread,
-        .looked_ns = now_ns(),
-    };
-    visitor->suspended = PyEval_SaveThread();
-}
-
-static void visitor_end(rk_visitor *visitor)
-{
-    PyEval_RestoreThread(visitor->suspended);
-    visitor->suspended = NULL;
-}
-
-/* Drop what is on the list. Lock held; needs no GIL. */
-static void drain(session_object *session)
-{
-    for (;;) {
-        rk_handle *handle;
-        bool orphan;
-
-        pthread_mutex_lock(&session->drops_mutex);
-        handle = session->drops;
-        if (handle != NULL) {
-            session->drops = handle->next;
-        }
-        pthread_mutex_unlock(&session->drops_mutex);
-        if (handle == NULL) {
-            return;
-        }
-        if (handle->branch != NULL && session->engine != NULL) {
-            rk_generating_forget(session->generating, handle->branch);
-            rk_session_drop(session->engine, handle->branch);
-        }
-        handle->branch = NULL;
-        pthread_mutex_lock(&session->drops_mutex);
-        handle->queued = false;
-        orphan = handle->orphan;
-        pthread_mutex_unlock(&session->drops_mutex);
-        if (orphan) {
-            PyMem_RawFree(handle);
-        }
-    }
-}
-
-static bool has_drops(session_object *session)
-{
-    bool any;
-
-    pthread_mutex_lock(&session->drops_mutex);
-    any = session->drops != NULL;
-    pthread_mutex_unlock(&session->drops_mutex);
-    return any;
-}
-
-void rk_session_leave(session_object *session)
-{
-    do {
-        drain(session);
-        rk_lock_give(&session->lock);
-        /* Something queued since: its owner may have found the lock taken. */
-    } while (has_drops(session) && rk_lock_try(&session->lock));
-}
-
-void rk_handle_drop(session_object *session, rk_handle *handle, bool orphan)
-{
-    bool done;
-
-    if (session->process != getpid()) {
-        return; /* the engine is the parent's: nothing here may touch it */
-    }
-    pthread_mutex_lock(&session->drops_mutex);
-    handle->orphan = handle->orphan || orphan;
-    if (!handle->queued) {
-        handle->queued = true;
-        handle->next = session->drops;
-        session->drops = handle;
-    }
-    pthread_mutex_unlock(&session->drops_mutex);
-    done = !rk_lock_try(&session->lock);
-    if (!done) {
-        rk_session_leave(session);
-    }
-}
-
-int rk_session_enter(session_object *session)
-{
-    if (session->process != getpid()) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "this session belongs to process %ld and its threads do "
-                     "not exist in a forked child: make a session here",
-                     (long)session->process);
-        return -1;
-    }
-    if (!rk_lock_try(&session->lock)) {
-        rk_visitor visitor;
-        bool taken;
-
-        if (rk_lock_mine(&session->lock)) {
-            PyErr_SetString(PyExc_RuntimeError,
-                            "the session is running in this very thread; a "
-                            "signal handler or finalizer cannot use it");
-            return -1;
-        }
-        visitor_begin(session, &visitor);
-        taken = rk_lock_take(&session->lock, look, &visitor);
-        visitor_end(&visitor);
-        if (!taken) {
-            return -1;
-        }
-    }
-    drain(session);
-    if (session->engine == NULL) {
-        rk_session_leave(session);
-        PyErr_SetString(PyExc_RuntimeError, "the session is closed");
-        return -1;
-    }
-    return 0;
-}
-
-void rk_long_begin(session_object *session, rk_visitor *visitor)
-{
-    visitor_begin(session, visitor);
-    session->visitor = visitor;
-}
-
-void rk_long_end(session_object *session, rk_visitor *visitor)
-{
-    session->visitor = NULL;
-    visitor_end(visitor);
-}
-
-bool rk_long_pause(session_object *session)
-{
-    rk_visitor *visitor = session->visitor;
-    bool interrupted;
-
-    if (!rk_lock_wanted(&session->lock)) {
-        drain(session);
-        return true;
-    }
-    session->visitor = NULL;
-    rk_session_leave(session);
-    interrupted = !rk_lock_take(&session->lock, look, visitor);
-    if (interrupted) {
-        rk_lock_take(&session->lock, NULL, NULL);
-    }
-    session->visitor = visitor;
-    drain(session);
-    return !interrupted;
-}
-
-/* ---- life
- * ----------------------------------------------------------------------- */
+/* ---- life ---------------------------------------------------------------- */
 
 static int read_isa(PyObject *object, rk_isa *isa)
 {
@@ -294,7 +96,7 @@ static int find_main_thread(unsigned long *ident)
 typedef struct arguments {
     PyObject *weights, *config, *device, *dtype, *kv_bytes, *block_tokens;
     PyObject *n_threads, *isa, *step_tokens, *token_bytes, *hash_bits;
-    int poison;
+    int share, poison;
 } arguments;
 
 static int parse(arguments *a, PyObject *args, PyObject *kwargs)
@@ -302,17 +104,18 @@ static int parse(arguments *a, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {
         "weights",      "config",    "device", "dtype",       "kv_bytes",
         "block_tokens", "n_threads", "isa",    "step_tokens", "token_bytes",
-        "hash_bits",    "poison",    NULL};
+        "share",        "hash_bits", "poison", NULL};
 
     *a = (arguments){.dtype = Py_None,
                      .n_threads = Py_None,
                      .isa = Py_None,
-                     .token_bytes = Py_None};
+                     .token_bytes = Py_None,
+                     .share = 1};
     return PyArg_ParseTupleAndKeywords(
-               args, kwargs, "OO|$OOOOOOOOOp:Session", keywords, &a->weights,
+               args, kwargs, "OO|$OOOOOOOOpOp:Session", keywords, &a->weights,
                &a->config, &a->device, &a->dtype, &a->kv_bytes,
                &a->block_tokens, &a->n_threads, &a->isa, &a->step_tokens,
-               &a->token_bytes, &a->hash_bits, &a->poison)
+               &a->token_bytes, &a->share, &a->hash_bits, &a->poison)
                ? 0
                : -1;
 }
@@ -341,6 +144,7 @@ static int read_options(const arguments *a, rk_options *o)
                       .block_tokens = 16,
                       .step_tokens = 512,
                       .n_threads = rk_cpu_default_threads(),
+                      .share = a->share != 0,
                       .poison = a->poison != 0};
     if ((a->device != NULL && check_device(a->device) < 0) ||
         read_isa(a->isa, &o->isa) < 0 ||
@@ -443,8 +247,9 @@ static int session_traverse(session_object *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->config);
-    /* Only tp_clear and dealloc take the weights away, under the GIL. */
-    return rk_weights_traverse(self->weights, visit, arg);
+    /* What the weights hold, a Tensor or a producer's struct, leads nowhere
+     * that the collector could see. */
+    return 0;
 }
 
 /* Nobody is in the engine: a visitor would hold a reference. The engine goes
@@ -476,7 +281,8 @@ static void session_dealloc(session_object *self)
     session_clear(self);
     rk_generating_free(self->generating);
     if (self->locks_made && self->process == getpid()) {
-        drain(self); /* only handles are left: the branches are gone */
+        rk_session_drain(
+            self); /* only handles are left: the branches are gone */
         pthread_mutex_destroy(&self->drops_mutex);
         rk_lock_destroy(&self->lock);
     }
@@ -484,8 +290,7 @@ static void session_dealloc(session_object *self)
     Py_DECREF(type);
 }
 
-/* ---- branches
- * -------------------------------------------------------------------- */
+/* ---- branches ------------------------------------------------------------ */
 
 static PyObject *session_prefill(session_object *self, PyObject *args,
                                  PyObject *kwargs)
@@ -576,8 +381,7 @@ fail:
     return NULL;
 }
 
-/* ---- books
- * ------------------------------------------------------------------------- */
+/* ---- books --------------------------------------------------------------- */
 
 static PyObject *session_invalidate(session_object *self,
                                     PyObject *Py_UNUSED(unused))
@@ -666,8 +470,7 @@ static PyObject *session_check(session_object *self,
     Py_RETURN_NONE;
 }
 
-/* ---- attributes
- * ---------------------------------------------------------------------- */
+/* ---- attributes ---------------------------------------------------------- */
 
 static PyObject *get_config(session_object *self, void *Py_UNUSED(closure))
 {
@@ -793,7 +596,8 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_doc,
      "Session(weights, config, *, device='cpu', dtype=None, "
      "kv_bytes=2147483648, block_tokens=16, n_threads=None, isa=None, "
-     "step_tokens=512, token_bytes=None, hash_bits=64, poison=False)\n--\n\n"
+     "step_tokens=512, token_bytes=None, share=True, hash_bits=64, "
+     "poison=False)\n--\n\n"
      "A model on a device, a pool of KV blocks and a tree of branches."},
     {0, NULL},
 };

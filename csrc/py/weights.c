@@ -12,8 +12,8 @@
  */
 #include "weights.h"
 
+#include "borrow.h"
 #include "dense.h"
-#include "lent.h"
 #include "py.h"
 #include "quant.h"
 
@@ -24,7 +24,7 @@
 
 /* One expected tensor. */
 typedef struct entry {
-    rk_lent lent;
+    rk_borrowed lent;
     bool present;
     rk_type target; /* what the engine wants it to be */
     void *copy;     /* owned, or NULL: used in place */
@@ -136,7 +136,7 @@ static PyObject *entry_name(const rk_weights *w, size_t i)
                                 wanted.name);
 }
 
-static PyObject *shape_text(const rk_lent *lent)
+static PyObject *shape_text(const rk_borrowed *lent)
 {
     PyObject *shape = PyTuple_New(lent->n_dims), *text;
 
@@ -183,113 +183,7 @@ static int check_shape(const entry *e, const want *wanted, PyObject *name)
     return -1;
 }
 
-/* ---- configuration
- * ------------------------------------------------------------ */
-
-static int read_int(int32_t *out, PyObject *config, const char *field,
-                    int32_t least)
-{
-    PyObject *value = PyObject_GetAttrString(config, field);
-    int failed;
-
-    if (value == NULL) {
-        return -1;
-    }
-    failed = rk_int_read(out, value, field, least, INT32_MAX);
-    Py_DECREF(value);
-    return failed;
-}
-
-/* A truth value, or -1 with an exception. */
-static int read_flag(PyObject *config, const char *field)
-{
-    PyObject *value = PyObject_GetAttrString(config, field);
-    int truth = value != NULL ? PyObject_IsTrue(value) : -1;
-
-    Py_XDECREF(value);
-    return truth;
-}
-
-static int read_frequencies(rk_weights *w, PyObject *config)
-{
-    int32_t half = w->model.config.head_dim / 2;
-    PyObject *value = PyObject_GetAttrString(config, "inv_freq"), *items;
-
-    if (value == NULL) {
-        return -1;
-    }
-    items = PySequence_Tuple(value);
-    Py_DECREF(value);
-    if (items == NULL) {
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(items) != half) {
-        PyErr_Format(PyExc_ValueError, "inv_freq has %zd numbers, not %d",
-                     PyTuple_GET_SIZE(items), (int)half);
-        goto fail;
-    }
-    w->inv_freq = PyMem_RawCalloc((size_t)half + 1, sizeof *w->inv_freq);
-    if (w->inv_freq == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    for (int32_t i = 0; i < half; i++) {
-        w->inv_freq[i] = PyFloat_AsDouble(PyTuple_GET_ITEM(items, i));
-        if (PyErr_Occurred()) {
-            goto fail;
-        }
-    }
-    w->model.config.inv_freq = w->inv_freq;
-    Py_DECREF(items);
-    return 0;
-
-fail:
-    Py_DECREF(items);
-    return -1;
-}
-
-static int read_config(rk_weights *w, PyObject *config)
-{
-    rk_config *c = &w->model.config;
-    PyObject *eps;
-    int interleaved;
-
-    if (read_int(&c->n_layers, config, "n_layers", 1) < 0 ||
-        read_int(&c->width, config, "width", 1) < 0 ||
-        read_int(&c->ffn_width, config, "ffn_width", 1) < 0 ||
-        read_int(&c->n_heads, config, "n_heads", 1) < 0 ||
-        read_int(&c->n_kv_heads, config, "n_kv_heads", 1) < 0 ||
-        read_int(&c->head_dim, config, "head_dim", 2) < 0 ||
-        read_int(&c->vocab_size, config, "vocab_size", 1) < 0 ||
-        read_int(&c->max_positions, config, "max_positions", 1) < 0 ||
-        read_int(&c->window, config, "window", 0) < 0 ||
-        read_int(&c->window_from, config, "window_from", 0) < 0) {
-        return -1;
-    }
-    interleaved = read_flag(config, "rope_interleaved");
-    eps = PyObject_GetAttrString(config, "norm_eps");
-    if (interleaved < 0 || eps == NULL) {
-        Py_XDECREF(eps);
-        return -1;
-    }
-    c->rope_interleaved = interleaved;
-    c->norm_eps = (float)PyFloat_AsDouble(eps);
-    Py_DECREF(eps);
-    if (PyErr_Occurred()) {
-        return -1;
-    }
-    if ((int64_t)c->n_heads * c->head_dim > INT32_MAX ||
-        (int64_t)c->n_kv_heads * c->head_dim > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError,
-                     "n_heads %d times head_dim %d is more than 2**31 - 1",
-                     (int)c->n_heads, (int)c->head_dim);
-        return -1;
-    }
-    return read_frequencies(w, config);
-}
-
-/* ---- borrowing
- * ------------------------------------------------------------------- */
+/* ---- borrowing ----------------------------------------------------------- */
 
 /* The key of `names` that stands for the full name of entry i: itself, or
  * without its leading "model."; borrowed. NULL without an exception: absent. */
@@ -343,7 +237,7 @@ static int borrow(rk_weights *w, size_t i, PyObject *mapping, PyObject *names,
     Py_INCREF(key);
     producer = PyObject_GetItem(mapping, key);
     if (producer != NULL && PyDict_DelItem(names, key) == 0 &&
-        rk_lent_take(&e->lent, producer, key, tensor_type) == 0) {
+        rk_borrowed_take(&e->lent, producer, key, tensor_type) == 0) {
         e->present = true;
         failed = check_shape(e, &wanted, key);
     }
@@ -500,7 +394,7 @@ static int needs_biases(PyObject *config)
 static int borrow_all(rk_weights *w, PyObject *mapping, PyObject *config,
                       PyObject *tensor_type)
 {
-    int tied = read_flag(config, "tied"), biases = needs_biases(config);
+    int tied = rk_config_flag(config, "tied"), biases = needs_biases(config);
     PyObject *names, *name;
     int failed = 0;
 
@@ -527,10 +421,9 @@ static int borrow_all(rk_weights *w, PyObject *mapping, PyObject *config,
     return failed;
 }
 
-/* ---- conversion
- * --------------------------------------------------------------------- */
+/* ---- conversion ---------------------------------------------------------- */
 
-static bool same_memory(const rk_lent *a, const rk_lent *b)
+static bool same_memory(const rk_borrowed *a, const rk_borrowed *b)
 {
     return a->data == b->data && a->type == b->type &&
            a->strides[0] == b->strides[0] && a->strides[1] == b->strides[1];
@@ -539,7 +432,7 @@ static bool same_memory(const rk_lent *a, const rk_lent *b)
 /* Room for a copy where one is needed. */
 static int place(rk_weights *w, entry *e, const want *wanted)
 {
-    rk_strided from = rk_lent_strided(&e->lent);
+    rk_strided from = rk_borrowed_strided(&e->lent);
     int64_t bytes =
         rk_type_bytes(e->target, (int64_t)wanted->rows * wanted->cols);
 
@@ -560,7 +453,7 @@ static int place(rk_weights *w, entry *e, const want *wanted)
 static void convert(const rk_weights *w, const entry *e)
 {
     if (e->copy != NULL) {
-        rk_strided from = rk_lent_strided(&e->lent);
+        rk_strided from = rk_borrowed_strided(&e->lent);
 
         rk_dense_convert(e->copy, e->target, &from, w->n_threads);
     }
@@ -572,7 +465,7 @@ static int convert_all(rk_weights *w)
 
     if (head->present &&
         same_memory(&head->lent, &w->entries[EMBEDDING].lent)) {
-        rk_lent_release(&head->lent);
+        rk_borrowed_release(&head->lent);
         head->present = false;
     }
     for (size_t i = 0; i < w->n_entries; i++) {
@@ -604,8 +497,7 @@ void rk_weights_refresh(rk_weights *weights)
     }
 }
 
-/* ---- the model
- * ------------------------------------------------------------------------- */
+/* ---- the model ----------------------------------------------------------- */
 
 static rk_matrix matrix(const entry *e, const entry *bias, want wanted)
 {
@@ -664,7 +556,7 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
         return -1;
     }
     w->n_threads = n_threads;
-    if (read_config(w, config) < 0) {
+    if (rk_config_read(&w->model.config, &w->inv_freq, config) < 0) {
         goto fail;
     }
     n_layers = (size_t)w->model.config.n_layers;
@@ -701,7 +593,7 @@ void rk_weights_free(rk_weights *weights)
         return;
     }
     for (size_t i = 0; i < weights->n_entries; i++) {
-        rk_lent_release(&weights->entries[i].lent);
+        rk_borrowed_release(&weights->entries[i].lent);
         free(weights->entries[i].copy);
     }
     PyMem_RawFree(weights->entries);
@@ -718,12 +610,4 @@ const rk_model *rk_weights_model(const rk_weights *weights)
 int64_t rk_weights_copied_bytes(const rk_weights *weights)
 {
     return weights->copied_bytes;
-}
-
-int rk_weights_traverse(rk_weights *weights, visitproc visit, void *arg)
-{
-    for (size_t i = 0; weights != NULL && i < weights->n_entries; i++) {
-        Py_VISIT(weights->entries[i].lent.tensor);
-    }
-    return 0;
 }

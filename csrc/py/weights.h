@@ -28,6 +28,4 @@ int64_t rk_weights_copied_bytes(const rk_weights *weights);
 /* Make all copies again from the lent memory. Needs no GIL. */
 void rk_weights_refresh(rk_weights *weights);
 
-int rk_weights_traverse(rk_weights *weights, visitproc visit, void *arg);
-
 #endif

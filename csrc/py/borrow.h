@@ -2,8 +2,8 @@
  *
  * All functions need the GIL.
  */
-#ifndef RKSC_PY_LENT_H
-#define RKSC_PY_LENT_H
+#ifndef RKSC_PY_BORROW_H
+#define RKSC_PY_BORROW_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,32 +13,33 @@
 
 #include <dlpack/dlpack.h>
 
-#define RK_LENT_MAX_DIMS 8
+#define RK_BORROWED_MAX_DIMS 8
 
 /* Valid until released; zeroed: nothing is lent. At most one of the last three
  * is set: who is told when we are done. */
-typedef struct rk_lent {
+typedef struct rk_borrowed {
     const void *data; /* the first element, byte_offset included */
     rk_type type;
     int n_dims;
-    int64_t shape[RK_LENT_MAX_DIMS];
-    int64_t strides[RK_LENT_MAX_DIMS]; /* elements; of no use in block types */
+    int64_t shape[RK_BORROWED_MAX_DIMS];
+    int64_t
+        strides[RK_BORROWED_MAX_DIMS]; /* elements; of no use in block types */
     DLManagedTensorVersioned *versioned;
     DLManagedTensor *legacy;
     PyObject *tensor; /* strong */
-} rk_lent;
+} rk_borrowed;
 
 /* Borrow what `producer` holds. 0, or -1 with an exception that says `name`:
  * TypeError (no tensor, or a dtype that is no weight's), BufferError (another
  * device, a producer that refuses or breaks its contract), ValueError.
  * tensor_type: rksc.Tensor. */
-int rk_lent_take(rk_lent *lent, PyObject *producer, PyObject *name,
-                 PyObject *tensor_type);
+int rk_borrowed_take(rk_borrowed *lent, PyObject *producer, PyObject *name,
+                     PyObject *tensor_type);
 
 /* Give it back: the deleter runs exactly once. Keeps the current exception. */
-void rk_lent_release(rk_lent *lent);
+void rk_borrowed_release(rk_borrowed *lent);
 
 /* The view of a matrix (2 dims) or a vector (1 dim: one row). */
-rk_strided rk_lent_strided(const rk_lent *lent);
+rk_strided rk_borrowed_strided(const rk_borrowed *lent);
 
 #endif

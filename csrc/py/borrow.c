@@ -4,13 +4,13 @@
  * A capsule that we refuse is dropped as it came; its own destructor calls the
  * deleter, whatever the major version.
  */
-#include "lent.h"
+#include "borrow.h"
 
 #include "py.h"
 #include "quant.h"
 #include "tensor.h"
 
-/* ---- asking the producer ------------------------------------------------ */
+/* ---- asking the producer ------------------------------------------------- */
 
 /* Does the object say that autograd watches it? */
 static bool requires_grad(PyObject *producer)
@@ -95,7 +95,7 @@ static PyObject *ask(PyObject *producer, PyObject *name)
     return capsule;
 }
 
-/* ---- judging the tensor ------------------------------------------------- */
+/* ---- judging the tensor -------------------------------------------------- */
 
 static const char *device_name(DLDeviceType type)
 {
@@ -133,7 +133,7 @@ static int judge_device(const DLTensor *dl, PyObject *name)
     return -1;
 }
 
-static int judge_dtype(rk_lent *lent, const DLTensor *dl, PyObject *name)
+static int judge_dtype(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
 {
     static const char *const kinds[] = {
         [kDLInt] = "int",       [kDLUInt] = "unsigned int",
@@ -163,7 +163,7 @@ static int judge_dtype(rk_lent *lent, const DLTensor *dl, PyObject *name)
     return 0;
 }
 
-static int judge_layout(rk_lent *lent, const DLTensor *dl, PyObject *name)
+static int judge_layout(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
 {
     int64_t stride = 1;
     bool empty = false;
@@ -173,7 +173,7 @@ static int judge_layout(rk_lent *lent, const DLTensor *dl, PyObject *name)
                      "%U: the producer's capsule has no shape", name);
         return -1;
     }
-    if (dl->ndim > RK_LENT_MAX_DIMS) {
+    if (dl->ndim > RK_BORROWED_MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%U has %d dimensions", name,
                      (int)dl->ndim);
         return -1;
@@ -206,7 +206,7 @@ static int judge_layout(rk_lent *lent, const DLTensor *dl, PyObject *name)
     return 0;
 }
 
-static int judge(rk_lent *lent, const DLTensor *dl, PyObject *name)
+static int judge(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
 {
     /* The device first: of another one's memory nothing else matters. */
     return judge_device(dl, name) < 0 || judge_dtype(lent, dl, name) < 0 ||
@@ -217,7 +217,7 @@ static int judge(rk_lent *lent, const DLTensor *dl, PyObject *name)
 
 /* ---- taking it ----------------------------------------------------------- */
 
-static int take_versioned(rk_lent *lent, PyObject *capsule, PyObject *name)
+static int take_versioned(rk_borrowed *lent, PyObject *capsule, PyObject *name)
 {
     DLManagedTensorVersioned *managed =
         PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -241,7 +241,7 @@ static int take_versioned(rk_lent *lent, PyObject *capsule, PyObject *name)
     return 0;
 }
 
-static int take_legacy(rk_lent *lent, PyObject *capsule, PyObject *name)
+static int take_legacy(rk_borrowed *lent, PyObject *capsule, PyObject *name)
 {
     DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
 
@@ -253,13 +253,13 @@ static int take_legacy(rk_lent *lent, PyObject *capsule, PyObject *name)
     return 0;
 }
 
-static int take_tensor(rk_lent *lent, PyObject *tensor, PyObject *name)
+static int take_tensor(rk_borrowed *lent, PyObject *tensor, PyObject *name)
 {
     rk_tensor_view view;
     int64_t stride = 1;
 
     rk_tensor_look(tensor, &view);
-    if (view.n_dims > RK_LENT_MAX_DIMS) {
+    if (view.n_dims > RK_BORROWED_MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%U has %d dimensions", name,
                      view.n_dims);
         return -1;
@@ -277,13 +277,13 @@ static int take_tensor(rk_lent *lent, PyObject *tensor, PyObject *name)
     return 0;
 }
 
-int rk_lent_take(rk_lent *lent, PyObject *producer, PyObject *name,
-                 PyObject *tensor_type)
+int rk_borrowed_take(rk_borrowed *lent, PyObject *producer, PyObject *name,
+                     PyObject *tensor_type)
 {
     PyObject *capsule;
     int failed = -1;
 
-    *lent = (rk_lent){0};
+    *lent = (rk_borrowed){0};
     if (rk_tensor_check(producer, tensor_type)) {
         return take_tensor(lent, producer, name);
     }
@@ -301,17 +301,17 @@ int rk_lent_take(rk_lent *lent, PyObject *producer, PyObject *name,
                      name, Py_TYPE(capsule)->tp_name);
     }
     if (failed) {
-        *lent = (rk_lent){0};
+        *lent = (rk_borrowed){0};
     }
     RK_KEEP_EXCEPTION(Py_DECREF(capsule));
     return failed;
 }
 
-void rk_lent_release(rk_lent *lent)
+void rk_borrowed_release(rk_borrowed *lent)
 {
-    rk_lent old = *lent;
+    rk_borrowed old = *lent;
 
-    *lent = (rk_lent){0};
+    *lent = (rk_borrowed){0};
     if (old.versioned != NULL && old.versioned->deleter != NULL) {
         RK_KEEP_EXCEPTION(old.versioned->deleter(old.versioned));
     }
@@ -323,7 +323,7 @@ void rk_lent_release(rk_lent *lent)
     }
 }
 
-rk_strided rk_lent_strided(const rk_lent *lent)
+rk_strided rk_borrowed_strided(const rk_borrowed *lent)
 {
     int last = lent->n_dims - 1;
 

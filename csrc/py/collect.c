@@ -1,0 +1,272 @@
+/* A table of token bytes, collectors, submissions and one queue of events. */
+#include "collect.h"
+
+#include <string.h>
+
+/* ---- the table of token bytes -------------------------------------------- */
+
+static int fill_table(rk_generating *g, PyObject *items, int32_t vocab_size)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(items);
+    int64_t total = 0;
+
+    /* What lies beyond the vocabulary can never be generated. */
+    n = n < vocab_size ? n : vocab_size;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *item = PyTuple_GET_ITEM(items, i);
+
+        if (!PyBytes_Check(item)) {
+            PyErr_Format(PyExc_TypeError,
+                         "token_bytes[%zd] must be bytes, not %s", i,
+                         Py_TYPE(item)->tp_name);
+            return -1;
+        }
+        total += PyBytes_GET_SIZE(item);
+    }
+    g->token_bytes = PyMem_RawMalloc((size_t)total + 1);
+    g->token_offsets =
+        PyMem_RawCalloc((size_t)vocab_size + 1, sizeof *g->token_offsets);
+    if (g->token_bytes == NULL || g->token_offsets == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    total = 0;
+    for (Py_ssize_t i = 0; i < vocab_size; i++) {
+        if (i < n) {
+            PyObject *item = PyTuple_GET_ITEM(items, i);
+
+            memcpy(g->token_bytes + total, PyBytes_AS_STRING(item),
+                   (size_t)PyBytes_GET_SIZE(item));
+            total += PyBytes_GET_SIZE(item);
+        }
+        g->token_offsets[i + 1] = total;
+    }
+    return 0;
+}
+
+rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size)
+{
+    rk_generating *g = PyMem_RawCalloc(1, sizeof *g);
+    PyObject *items;
+    int failed;
+
+    if (g == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (token_bytes == Py_None) {
+        return g;
+    }
+    items = PySequence_Tuple(token_bytes);
+    failed = items == NULL || fill_table(g, items, vocab_size) < 0;
+    Py_XDECREF(items);
+    if (failed) {
+        rk_generating_free(g);
+        return NULL;
+    }
+    return g;
+}
+
+void rk_submission_remove(rk_generating *g, rk_submission **at)
+{
+    rk_submission *gone = *at;
+
+    *at = gone->next;
+    g->n_submissions--;
+    PyMem_RawFree(gone);
+}
+
+void rk_generating_free(rk_generating *g)
+{
+    if (g == NULL) {
+        return;
+    }
+    while (g->submissions != NULL) {
+        rk_submission_remove(g, &g->submissions);
+    }
+    PyMem_RawFree(g->token_bytes);
+    PyMem_RawFree(g->token_offsets);
+    PyMem_RawFree(g->queue);
+    PyMem_RawFree(g);
+}
+
+/* ---- where events go ----------------------------------------------------- */
+
+static bool series_grow(rk_series *s)
+{
+    int32_t capacity = s->capacity < 32 ? 32 : s->capacity * 2;
+    size_t bytes = (size_t)capacity * 4; /* all four arrays are this large */
+    int32_t *tokens = PyMem_RawRealloc(s->tokens, bytes);
+    float *top_probs = PyMem_RawRealloc(s->top_probs, bytes);
+    float *logprobs = PyMem_RawRealloc(s->logprobs, bytes);
+    float *entropies = PyMem_RawRealloc(s->entropies, bytes);
+
+    s->tokens = tokens != NULL ? tokens : s->tokens;
+    s->top_probs = top_probs != NULL ? top_probs : s->top_probs;
+    s->logprobs = logprobs != NULL ? logprobs : s->logprobs;
+    s->entropies = entropies != NULL ? entropies : s->entropies;
+    if (tokens == NULL || top_probs == NULL || logprobs == NULL ||
+        entropies == NULL) {
+        return false;
+    }
+    s->capacity = capacity;
+    return true;
+}
+
+static bool series_take(rk_collector *c, rk_series *s, const rk_token *event)
+{
+    if (event->token >= 0) {
+        if (s->n == s->capacity && !series_grow(s)) {
+            return false;
+        }
+        s->tokens[s->n] = event->token;
+        s->top_probs[s->n] = event->top_prob;
+        s->logprobs[s->n] = event->logprob;
+        s->entropies[s->n] = event->entropy;
+        s->n++;
+    }
+    if (event->finish != RK_FINISH_NONE && s->end.finish == RK_FINISH_NONE) {
+        s->end = *event;
+        c->n_left--;
+    }
+    return true;
+}
+
+static rk_series *find_series(const rk_collector *c, uint64_t request)
+{
+    int32_t low = 0, high = c->n;
+
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+
+        if (c->series[middle].request < request) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < c->n && c->series[low].request == request ? &c->series[low]
+                                                           : NULL;
+}
+
+static bool enqueue(rk_generating *g, const rk_token *event)
+{
+    if (g->n_queue == g->queue_capacity) {
+        int32_t capacity = g->queue_capacity < 64 ? 64 : g->queue_capacity * 2;
+        rk_token *grown =
+            PyMem_RawRealloc(g->queue, (size_t)capacity * sizeof *grown);
+
+        if (grown == NULL) {
+            return false;
+        }
+        g->queue = grown;
+        g->queue_capacity = capacity;
+    }
+    g->queue[g->n_queue++] = *event;
+    return true;
+}
+
+/* False: no memory for it. Events of requests that nobody waits for any more
+ * are none of our business. */
+static bool dispatch(rk_generating *g, const rk_token *event)
+{
+    for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
+        rk_series *s = find_series(c, event->request);
+
+        if (s != NULL) {
+            return series_take(c, s, event);
+        }
+    }
+    for (rk_submission **at = &g->submissions; *at != NULL; at = &(*at)->next) {
+        if ((*at)->request == event->request) {
+            if (event->finish != RK_FINISH_NONE) {
+                rk_submission_remove(g, at);
+            }
+            return enqueue(g, event);
+        }
+    }
+    return true;
+}
+
+rk_status rk_generating_step(session_object *session, int32_t *n_active,
+                             rk_error *err)
+{
+    const rk_token *events = NULL;
+    int32_t n_events = 0;
+    bool taken = true;
+    rk_status status =
+        rk_session_step(session->engine, &events, &n_events, n_active, err);
+
+    for (int32_t i = 0; i < n_events; i++) {
+        taken = dispatch(session->generating, &events[i]) && taken;
+    }
+    if (status == RK_OK && !taken) {
+        status = rk_fail(err, RK_ENOMEM, "no memory for new tokens");
+    }
+    return status;
+}
+
+void rk_generating_forget(rk_generating *g, const rk_branch *branch)
+{
+    for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
+        for (int32_t i = 0; i < c->n; i++) {
+            const rk_token end = {
+                .token = -1, .finish = RK_FINISH_CANCELLED, .stop_index = -1};
+
+            if (c->series[i].branch == branch) {
+                series_take(c, &c->series[i], &end);
+                c->series[i].branch = NULL;
+            }
+        }
+    }
+    for (rk_submission **at = &g->submissions; *at != NULL;) {
+        if ((*at)->branch == branch) {
+            /* Its consumer learns it; without memory, by n_active alone. */
+            enqueue(g, &(rk_token){.request = (*at)->request,
+                                   .token = -1,
+                                   .finish = RK_FINISH_CANCELLED,
+                                   .stop_index = -1});
+            rk_submission_remove(g, at);
+        } else {
+            at = &(*at)->next;
+        }
+    }
+}
+
+bool rk_generating_collects(const rk_generating *g, uint64_t request)
+{
+    for (const rk_collector *c = g->collectors; c != NULL; c = c->next) {
+        if (find_series(c, request) != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void rk_collector_free(rk_collector *c)
+{
+    for (int32_t i = 0; i < c->n; i++) {
+        PyMem_RawFree(c->series[i].tokens);
+        PyMem_RawFree(c->series[i].top_probs);
+        PyMem_RawFree(c->series[i].logprobs);
+        PyMem_RawFree(c->series[i].entropies);
+    }
+    PyMem_RawFree(c->series);
+    *c = (rk_collector){0};
+}
+
+void rk_collector_link(rk_generating *g, rk_collector *c)
+{
+    c->next = g->collectors;
+    g->collectors = c;
+}
+
+void rk_collector_unlink(rk_generating *g, const rk_collector *c)
+{
+    rk_collector **at = &g->collectors;
+
+    while (*at != c) {
+        at = &(*at)->next;
+    }
+    *at = c->next;
+}

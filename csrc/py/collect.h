@@ -1,0 +1,63 @@
+/* Where the engine's events go: to the running `_generate` that owns the
+ * request, or to the queue of `_step`.
+ *
+ * All calls share one scheduler, so a step of one thread also advances the
+ * requests of others. Everything here is guarded by the session's lock and
+ * needs no GIL, but for making and freeing a rk_generating.
+ */
+#ifndef RKSC_PY_COLLECT_H
+#define RKSC_PY_COLLECT_H
+
+#include "py.h"
+
+/* One request of a running `_generate`. */
+typedef struct rk_series {
+    uint64_t request;
+    const rk_branch *branch; /* only compared; NULL: dropped */
+    int32_t n, capacity;
+    int32_t *tokens; /* (capacity,) as the next three, owned */
+    float *top_probs, *logprobs, *entropies;
+    rk_token end; /* end.finish: RK_FINISH_NONE while it runs */
+} rk_series;
+
+/* A running `_generate`, on its stack. */
+typedef struct rk_collector {
+    struct rk_collector *next;
+    rk_series *series; /* (n,) owned; their requests rise */
+    int32_t n, n_left; /* n_left: that run */
+} rk_collector;
+
+/* A request of `_submit` that has not ended. */
+typedef struct rk_submission {
+    struct rk_submission *next;
+    uint64_t request;
+    const rk_branch *branch; /* only compared */
+} rk_submission;
+
+struct rk_generating {
+    uint8_t *token_bytes;   /* of all tokens, one after the other */
+    int64_t *token_offsets; /* (vocab_size + 1,); NULL: no table */
+    uint64_t next_group;
+    rk_collector *collectors;
+    rk_submission *submissions;
+    int32_t n_submissions;
+    rk_token *queue; /* (n_queue,) events for `_step` */
+    int32_t n_queue, queue_capacity;
+};
+
+/* One step of the engine; its events go where they belong, after a failure
+ * those that came before it. */
+rk_status rk_generating_step(session_object *session, int32_t *n_active,
+                             rk_error *err);
+
+/* Does a running `_generate` own the request? */
+bool rk_generating_collects(const rk_generating *g, uint64_t request);
+
+/* Take *at out of the list. */
+void rk_submission_remove(rk_generating *g, rk_submission **at);
+
+void rk_collector_link(rk_generating *g, rk_collector *c);
+void rk_collector_unlink(rk_generating *g, const rk_collector *c);
+void rk_collector_free(rk_collector *c);
+
+#endif
