@@ -18,7 +18,10 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "csrc"
