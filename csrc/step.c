@@ -98,11 +98,13 @@ static rk_status build(rk_session *s, rk_error *err)
 {
     rk_step *step = &s->step;
     int32_t n_spans = 0;
+    int64_t n_rows = 0;
     for (int32_t i = 0; i < step->n_items; i++) {
         const rk_item *item = &step->items[i];
         if (step->leaders[i] != i) {
             continue;
         }
+        n_rows += item->end - item->begin;
         step->spans[n_spans++] = (rk_span){
             .tokens = item->branch->tokens + item->begin,
             .position = item->begin,
@@ -110,6 +112,10 @@ static rk_status build(rk_session *s, rk_error *err)
             .blocks = item->branch->blocks,
             .write = item->write,
         };
+    }
+    if (n_rows > s->options.step_tokens) {
+        return rk_fail(err, RK_ESTATE, "a step of %lld rows, %d at most",
+                       (long long)n_rows, (int)s->options.step_tokens);
     }
     rk_status status = rk_plan_build(s->plan, step->spans, n_spans,
                                      &step->batch, step->starts, err);

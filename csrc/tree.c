@@ -157,8 +157,8 @@ rk_status rk_tree_fork(rk_tree *tree, rk_branch **out, rk_branch *parent,
     }
     child->n_tokens = child->n_prompt = at + n_suffix;
     child->n_computed = child->n_ever = n_shared;
-    memcpy(child->blocks, parent->blocks, (size_t)n_blocks * sizeof *suffix);
     for (int32_t i = 0; i < n_blocks; i++) {
+        child->blocks[i] = parent->blocks[i];
         rk_kv_ref(tree->kv, child->blocks[i]);
     }
     int32_t n_full = n_shared / tree->block_tokens;
@@ -246,8 +246,9 @@ int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
     int32_t limit = (branch->n_tokens - 1) / tree->block_tokens;
     int32_t have = branch->n_computed / tree->block_tokens;
     rk_error ignored;
-    if (!tree->indexed || limit <= have || grow(&branch->blocks, &branch->blocks_capacity, limit,
-                              &ignored) != RK_OK) {
+    if (!tree->indexed || limit <= have ||
+        grow(&branch->blocks, &branch->blocks_capacity, limit, &ignored) !=
+            RK_OK) {
         return 0;
     }
     int32_t found =

@@ -194,6 +194,29 @@ static rk_status verify_together(rk_session *s, rk_branch **children, int32_t n,
     return status;
 }
 
+static int64_t rows_of(rk_branch *const *children, int32_t n)
+{
+    int64_t rows = 0;
+    for (int32_t i = 0; i < n; i++) {
+        rows += children[i]->n_tokens - children[i]->n_computed;
+    }
+    return rows;
+}
+
+/* Compute what goes ahead of the one step that the child's pass can run. */
+static rk_status run_head(rk_session *s, rk_branch *child, rk_error *err)
+{
+    int32_t n_tokens = child->n_tokens;
+    int32_t first = n_tokens - s->options.step_tokens;
+    if (first <= child->n_computed) {
+        return RK_OK;
+    }
+    child->n_tokens = first;
+    rk_status status = rk_session_compute(s, &child, 1, err);
+    child->n_tokens = n_tokens;
+    return status;
+}
+
 /* A child with the prompt appended; only what fits one step is left to
  * compute. */
 static rk_status make_child(rk_session *s, rk_branch **child, rk_branch *branch,
@@ -212,18 +235,33 @@ static rk_status make_child(rk_session *s, rk_branch **child, rk_branch *branch,
     if (status != RK_OK) {
         return status;
     }
-    int32_t first = (*child)->n_tokens - s->options.step_tokens;
-    if (first > (*child)->n_computed) {
-        /* A prompt longer than a step: its head goes ahead, in chunks. */
-        int32_t n_tokens = (*child)->n_tokens;
-        (*child)->n_tokens = first;
-        status = rk_session_compute(s, child, 1, err);
-        (*child)->n_tokens = n_tokens;
-    }
+    status = run_head(s, *child, err);
     if (status != RK_OK) {
         rk_session_drop(s, *child);
     }
     return status;
+}
+
+/* Children of branches[order[0 .. n)], as many as one pass can run, one at
+ * least. What a later child computes may evict an earlier one, so that rows
+ * are counted anew each time. */
+static rk_status make_children(rk_session *s, rk_branch **children,
+                               int32_t *made, rk_branch *const *branches,
+                               const int32_t *order, int32_t n,
+                               const rk_verification *v, rk_error *err)
+{
+    rk_status status = RK_OK;
+    bool full = false;
+    for (*made = 0; *made < n && !full && status == RK_OK;) {
+        status =
+            make_child(s, &children[*made], branches[order[*made]], v, err);
+        *made += status == RK_OK;
+        while (*made > 1 && rows_of(children, *made) > s->options.step_tokens) {
+            rk_session_drop(s, children[--*made]);
+            full = true;
+        }
+    }
+    return status == RK_OK ? run_head(s, children[0], err) : status;
 }
 
 /* Verify branches[order[0 .. n)] in as many passes as rows and blocks want. */
@@ -239,19 +277,9 @@ static rk_status verify_batch(rk_session *s, rk_branch *const *branches,
                            : rk_fail(err, RK_ENOMEM, "no memory to verify");
     int32_t limit = n;
     for (int32_t done = 0, made; done < n && status == RK_OK; done += made) {
-        int32_t rows = 0;
-        for (made = 0; made < limit && done + made < n; made++) {
-            status = make_child(s, &children[made],
-                                branches[order[done + made]], v, err);
-            if (status != RK_OK) {
-                break;
-            }
-            rows += children[made]->n_tokens - children[made]->n_computed;
-            if (rows > s->options.step_tokens && made > 0) {
-                rk_session_drop(s, children[made]);
-                break;
-            }
-        }
+        int32_t most = limit < n - done ? limit : n - done;
+        status = make_children(s, children, &made, branches, order + done, most,
+                               v, err);
         if (status == RK_OK) {
             status = verify_together(s, children, made, v, some, err);
         }
