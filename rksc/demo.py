@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from . import _core
 from .bench import PHASES, Outcome, Work, alone, kv_bytes
@@ -24,6 +25,8 @@ from .solve import Solution, final_answer, solve
 SYSTEM = "You solve grade-school problems step by step, as in these examples.\n\n"
 INSTRUCTION = "End with a line 'Answer: <number>'."
 BRANCHES = 8
+NUMBER = 7
+SEED = 1
 NEW_TOKENS = 96
 
 
@@ -50,14 +53,14 @@ def run(
     *,
     branches: int = BRANCHES,
     max_new_tokens: int = NEW_TOKENS,
-    seed: int = 0,
-    dtype: str | None = None,
-    n_threads: int | None = None,
+    seed: int = SEED,
+    engine: Mapping[str, Any] | None = None,
     write: Callable[[str], None] = print,
 ) -> bool:
-    """Run the demo; whether both ways gave the same tokens and scores."""
+    """Run the demo; whether both ways gave the same tokens and scores. engine: options of the
+    sessions (dtype, n_threads, isa)."""
     model = load(find_model() if path is None else path)
-    options = {"dtype": dtype or best_dtype(), "n_threads": n_threads}
+    options = {"dtype": best_dtype(), **(engine or {})}
     session = model.session(**options)
     write(describe(model, session.dtype, session.isa, session.n_threads))
     sampling = Sampling(temperature=0.6, top_p=0.95, seed=seed)
@@ -69,14 +72,7 @@ def run(
     width = shutil.get_terminal_size((100, 24)).columns
     write("")
     write(tree(solution, width, colour=wants_colour(sys.stdout)))
-    right = final_answer(f"Answer: {problem.answer}") == solution.answer
-    n_right = sum(
-        final_answer(solution.text(node)) == problem.answer for node in solution.nodes[1:]
-    )
-    write(
-        f"gold    {problem.answer}   {'the chosen answer is right' if right else 'chosen: wrong'};"
-        f" {n_right} of {branches} branches have it"
-    )
+    write(judge(solution, problem.answer))
     write("")
     for line in savings(solution):
         write(clip(line, width))
@@ -111,6 +107,19 @@ def describe(model: Model, dtype: str, isa: str, n_threads: int) -> str:
     return (
         f"{name}: {c.architecture}, {c.n_layers} layers of width {c.width}, "
         f"{dtype} on {isa}, {n_threads} threads"
+    )
+
+
+def judge(solution: Solution, gold: str) -> str:
+    """The chosen answer against the right one. What was cut off before its end has none."""
+    kids = [node for node in solution.nodes[1:] if node.finish_reason != "length"]
+    right = [node for node in kids if final_answer(solution.text(node)) == gold]
+    verdict = "the chosen answer is right" if solution.best in right else "the choice is wrong"
+    if solution.best not in kids:
+        verdict = "the chosen branch was cut off before its answer"
+    return (
+        f"gold    {gold}   {verdict}; {len(right)} of {len(solution.nodes) - 1} branches are right. "
+        "So small a model gets few such problems right."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rksc import Model, data
+from rksc import Model, Node, Solution, data
 from rksc import demo as demo_module
 from rksc import selftest as module
 from rksc.cli import main
@@ -130,6 +130,24 @@ def test_demo(capsys: Any, path: str) -> None:
     assert "gold" in said
     assert "without sharing" in said
     assert "the same tokens and scores, bit for bit" in said
+
+
+def test_the_demo_judges_only_what_came_to_an_end() -> None:
+    def solution(*rows: tuple[str, str], best: int) -> Any:
+        branch: Any = None
+        root = Node(0, None, branch, 0)
+        nodes = [root] + [
+            Node(i, 0, branch, 1, text=text, finish_reason=reason)
+            for i, (text, reason) in enumerate(rows, 1)
+        ]
+        stats: Any = None
+        return Solution("", nodes, nodes[best], "", [], stats, 1)
+
+    rows = [("Answer: 5", "eos"), ("so it is 5", "length"), ("Answer: 6", "stop")]
+    said = [demo_module.judge(solution(*rows, best=i), "5") for i in (1, 2, 3)]
+    assert "the chosen answer is right; 1 of 3" in said[0]
+    assert "cut off" in said[1]
+    assert "the choice is wrong; 1 of 3" in said[2]
 
 
 def test_demo_model_is_found_or_explained(monkeypatch: pytest.MonkeyPatch) -> None:
