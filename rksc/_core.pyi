@@ -28,9 +28,7 @@ class Tensor:
     """A weight over borrowed memory: F32, F16, BF16 or a GGUF block type."""
 
     name: str | None
-    def __init__(
-        self, buffer: Any, type: str, shape: tuple[int, ...], offset: int = 0
-    ) -> None: ...
+    def __init__(self, buffer: Any, type: str, shape: tuple[int, ...], offset: int = 0) -> None: ...
     @property
     def type(self) -> str: ...
     @property
@@ -99,9 +97,7 @@ class Branch:
     @property
     def hidden(self) -> NDArray[np.float32]:
         """Residual stream of the last token after each layer, float32 (layers, width)."""
-    def fork(
-        self, what: int | Sequence[Tokens] = 1, *, at: int | None = None
-    ) -> list[Branch]:
+    def fork(self, what: int | Sequence[Tokens] = 1, *, at: int | None = None) -> list[Branch]:
         """Children that share this branch's KV: `what` of them, or one for each suffix.
 
         `at`: keep only the first `at` tokens (1 .. n_tokens). No KV is computed or copied.

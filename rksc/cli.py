@@ -35,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:  # `rksc ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError, ImportError, CapacityError, MemoryError) as error:
         print(f"rksc: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -118,7 +118,7 @@ def judge(solution: Solution, gold: str) -> str:
     if solution.best not in kids:
         verdict = "the chosen branch was cut off before its answer"
     return (
-        f"gold    {gold}   {verdict}; {len(right)} of {len(solution.nodes) - 1} branches are right. "
+        f"gold    {gold}   {verdict}; {len(right)} of {len(solution.nodes) - 1} are right. "
         "So small a model gets few such problems right."
     )
 

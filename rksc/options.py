@@ -117,9 +117,7 @@ class ASKS:
     @classmethod
     def paper(cls, tau: float = 0.82, alpha: float = 1.5) -> ASKS:
         """The paper's gate: suffix probe, last token, no centre, no guard."""
-        return cls(
-            tau=tau, alpha=alpha, probe="suffix", pool="last", guard=None, uncentered=True
-        )
+        return cls(tau=tau, alpha=alpha, probe="suffix", pool="last", guard=None, uncentered=True)
 
 
 @dataclass(frozen=True)

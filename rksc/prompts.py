@@ -41,7 +41,9 @@ class Wordings:
     def tokenizer(self) -> Tokenizer:
         tokenizer = self.session.tokenizer
         if tokenizer is None:
-            raise ValueError("solving needs text: this session has no tokenizer")
+            raise ValueError(
+                "solving needs text, and this session has no tokenizer (pip install rksc[hf])"
+            )
         return tokenizer
 
     def problem(self, problem: str) -> list[int]:

@@ -440,7 +440,7 @@ class BranchSession(_core.Session):
         Running `stream` iterators go on too; their tokens wait for them.
         """
         with self._stepping:
-            own = {n: request for n, request in self._requests.items() if not request.streamed}
+            own = {n: r for n, r in list(self._requests.items()) if not r.streamed}
             return self._next_tokens(own) if own else []
 
     @property
@@ -484,13 +484,16 @@ class BranchSession(_core.Session):
             if not any(request.waiting or request.end for request in wanted.values()):
                 events, n_active = self._step()
                 for event in events:
-                    if event[0] in self._requests:
-                        self._requests[event[0]].take(event)
+                    request = self._requests.get(event[0])
+                    if request is not None:
+                        request.take(event)
                 if not n_active:  # whoever is left lost its branch
-                    for request in self._requests.values():
-                        request.end = request.end or ("cancelled", 0, -1)
+                    for lost in list(self._requests.values()):
+                        lost.end = lost.end or ("cancelled", 0, -1)
             tokens: list[Token] = []
             for number, request in list(wanted.items()):
+                if request.branch.dropped:
+                    request.end = request.end or ("cancelled", 0, -1)
                 while request.waiting:
                     tokens.append(request.waiting.popleft())
                 if request.end:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,19 @@ def test_errors_are_one_line_and_status_2(capsys: Any, tmp_path: Path) -> None:
         assert said.err.startswith("rksc: ")
         assert said.err.count("\n") == 1
         assert "Traceback" not in said.err
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    root = str(Path(__file__).resolve().parent.parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", "from rksc.cli import main; import sys; sys.exit(main(['doctor']))"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
 
 
 def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
@@ -145,7 +160,7 @@ def test_the_demo_judges_only_what_came_to_an_end() -> None:
 
     rows = [("Answer: 5", "eos"), ("so it is 5", "length"), ("Answer: 6", "stop")]
     said = [demo_module.judge(solution(*rows, best=i), "5") for i in (1, 2, 3)]
-    assert "the chosen answer is right; 1 of 3" in said[0]
+    assert "the chosen answer is right; 1 of 3 are" in said[0]
     assert "cut off" in said[1]
     assert "the choice is wrong; 1 of 3" in said[2]
 

@@ -507,6 +507,19 @@ def test_a_dropped_branch_ends_its_stream(session: BranchSession) -> None:
     assert session.n_requests == 0
 
 
+def test_a_dropped_branch_waits_for_nobody(session: BranchSession) -> None:
+    """Its stream ends although another request would go on for long."""
+    root = session.prefill(T4.tokens(20))
+    other, kid = root.fork(2)
+    endless = session.submit(other, 10**6, HOT, stop_ids=())
+    stream = session.stream(kid, 100, HOT, stop_ids=())
+    next(stream)
+    kid.drop()
+    assert len(list(stream)) <= 1
+    session.cancel(endless)
+    assert session.n_requests == 0
+
+
 # ---- text ------------------------------------------------------------------------------------
 
 
