@@ -259,6 +259,11 @@ void rk_session_abort(rk_session *s, uint64_t id)
     request_unlink(&s->scheduler, request);
 }
 
+void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens)
+{
+    rk_tree_truncate(&s->tree, branch, n_tokens);
+}
+
 void rk_scheduler_forget(rk_session *s, rk_branch *branch)
 {
     for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {

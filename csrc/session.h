@@ -136,6 +136,9 @@ rk_status rk_session_step(rk_session *session, const rk_token **events,
 void rk_session_cancel(rk_session *session, uint64_t request);
 /* Retire it and undo its tokens (a failed call). */
 void rk_session_abort(rk_session *session, uint64_t request);
+/* Undo tokens of a branch that has no request (a result that could not be
+ * handed out): forget those from n_tokens on. */
+void rk_session_undo(rk_session *session, rk_branch *branch, int32_t n_tokens);
 
 /* ---- scoring, verification, selection ------------------------------------ */
 

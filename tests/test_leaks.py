@@ -215,3 +215,69 @@ def test_a_module_that_is_imported_again() -> None:
             gc.collect()
         assert all(ref() is None for ref in gone), gone
     """)
+
+
+def test_every_allocation_may_fail() -> None:
+    """Let the n-th allocation of Python's allocators fail, for every n: MemoryError, no change."""
+    pytest.importorskip("_testcapi", reason="this Python has no allocation hooks")
+    run("""
+        from _testcapi import remove_mem_hooks, set_nomemory
+        s = session(token_bytes=[b"x"] * 97, n_threads=1)
+        root = s._prefill([1, 2, 3])
+        kids = root.fork([[4], [5, 6]])
+        for kid in kids:
+            kid.confidence = 0.5
+        center = np.zeros((4, 64), np.float32)
+        halves = {name: w.astype(np.float16) for name, w in WEIGHTS.items()}
+        ids = np.array([7, 8])
+        stops = ([5, 96], [b"xxxx", b"yy"])
+        calls = [
+            lambda: session(halves, n_threads=1, token_bytes=[b"x"] * 97),
+            lambda: s._prefill([7, 8]), lambda: s._prefill(ids),
+            lambda: root.fork([[1], [2, 3]]), lambda: root.fork(3),
+            lambda: s.compute(kids), lambda: root.logits, lambda: root.hidden,
+            lambda: root.tokens, lambda: s._score(root, [[1, 2], [3]]),
+            lambda: s._verify(kids, [7, 8], 1, 2, SHORTCUTS),
+            lambda: s._prompt_means([1, 2, 3], 0, 2),
+            lambda: s._prefill_similar(
+                root, [2, 2, 3], [5], "prefix", "mean", 2, 0.0, 1.5, center, True),
+            lambda: s._stats(), lambda: repr(root),
+        ]
+        for call in calls:
+            call()
+        branches = s._stats()["branches"]
+        failures = 0
+        for call in calls:
+            for n in range(10_000):
+                error = None
+                set_nomemory(n, n + 1)
+                try:
+                    call()
+                except MemoryError as e:
+                    error = e
+                finally:
+                    remove_mem_hooks()
+                gc.collect(0)
+                s.check()
+                assert s._stats()["branches"] == branches, n
+                if error is None:
+                    break
+                failures += 1
+        assert failures > 100, failures
+        generate = lambda: s._generate(kids, 40, *GREEDY[:5], *stops, *GREEDY[7:])
+        before = [kid.tokens.tolist() for kid in kids]
+        for n in range(10_000):
+            error = None
+            set_nomemory(n, n + 1)
+            try:
+                generate()
+            except MemoryError as e:
+                error = e
+            finally:
+                remove_mem_hooks()
+            s.check()
+            if error is None:
+                break
+            assert [kid.tokens.tolist() for kid in kids] == before, n
+        assert n > 10
+    """)

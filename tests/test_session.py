@@ -564,7 +564,7 @@ def test_verify_sets_score_and_verdict(session: BranchSession) -> None:
         assert mark.score == pytest.approx(expected, abs=1e-5)
         assert mark.mass == pytest.approx((p[yes] + p[no]) / p.sum(), abs=1e-5)
         assert kid.score == mark.score
-        assert kid.verdict is mark
+        assert kid.verdict == mark
         assert (mark.outcome, mark.layers) == ("verified", session.config.n_layers)
     assert [kid.tokens.tolist() for kid in kids] == before
 

@@ -28,6 +28,7 @@ from model_files import TINY, random_weights
 
 from rksc import _core
 from rksc.config import ModelConfig
+from rksc.results import Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {**TINY, "max_position_embeddings": 1 << 17}
@@ -474,6 +475,27 @@ def test_cycles_are_collected() -> None:
     del sub
     gc.collect()
     assert ended() is None
+
+
+def test_a_verdict_does_not_keep_its_branch_alive() -> None:
+    """The last reference drops the branch at once, verified or not."""
+    s = session()
+    branch = s._prefill([1, 2, 3])
+    verdict = Verdict(branch, "verified", 0.5, 0.25, 1.0, 1.0, 4, 4)
+    branch.verdict = verdict
+    assert branch.verdict == verdict
+    assert branch.verdict.branch is branch
+    del verdict
+    gc.disable()
+    try:
+        del branch
+        assert books(s) == (0, 0)
+    finally:
+        gc.enable()
+    first, second = s._prefill([1]), s._prefill([2])
+    for other in ("text", None, Verdict(second, "bound", None, None, 0.0, 0.0, 0, 4)):
+        first.verdict = other
+        assert first.verdict is other
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="test.support.interpreters' private module")

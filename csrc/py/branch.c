@@ -49,6 +49,7 @@ static int branch_traverse(branch_object *self, visitproc visit, void *arg)
     Py_VISIT(self->session);
     Py_VISIT(self->gate);
     Py_VISIT(self->verdict);
+    Py_VISIT(self->verdict_fields);
     Py_VISIT(self->prompt);
     return 0;
 }
@@ -58,6 +59,7 @@ static int branch_clear(branch_object *self)
 {
     Py_CLEAR(self->gate);
     Py_CLEAR(self->verdict);
+    Py_CLEAR(self->verdict_fields);
     Py_CLEAR(self->prompt);
     return 0;
 }
@@ -412,6 +414,69 @@ static int branch_set_stream(branch_object *self, PyObject *value,
     return 0;
 }
 
+/* ---- the verdict --------------------------------------------------------- */
+
+/* A verdict names its branch: kept as it is, the two would hold each other, and
+ * a forgotten branch its KV, until the garbage collector comes. So the branch
+ * keeps the other fields and the type, and makes the verdict again on request.
+ */
+static int branch_set_verdict(branch_object *self, PyObject *value,
+                              void *Py_UNUSED(closure))
+{
+    PyObject *kept = value, *fields, *all, *old, *old_fields;
+
+    if (refuse_delete(value) < 0) {
+        return -1;
+    }
+    all = PyObject_GetAttrString(value, "__dict__");
+    if (all == NULL) {
+        PyErr_Clear();
+    }
+    fields = NULL;
+    if (all != NULL && PyDict_Check(all) &&
+        PyDict_GetItemString(all, "branch") == (PyObject *)self) {
+        kept = (PyObject *)Py_TYPE(value);
+        fields = PyDict_Copy(all);
+        if (fields == NULL || PyDict_DelItemString(fields, "branch") < 0) {
+            Py_XDECREF(fields);
+            Py_DECREF(all);
+            return -1;
+        }
+    }
+    Py_XDECREF(all);
+    Py_INCREF(kept);
+    old = self->verdict;
+    old_fields = self->verdict_fields;
+    self->verdict = kept;
+    self->verdict_fields = fields;
+    Py_XDECREF(old);
+    Py_XDECREF(old_fields);
+    return 0;
+}
+
+static PyObject *branch_get_verdict(branch_object *self,
+                                    void *Py_UNUSED(closure))
+{
+    PyObject *verdict = self->verdict != NULL ? self->verdict : Py_None;
+    PyObject *fields = self->verdict_fields, *all = NULL, *made;
+
+    Py_INCREF(verdict);
+    if (fields == NULL) {
+        return verdict;
+    }
+    Py_INCREF(fields);
+    made = PyObject_CallMethod(verdict, "__new__", "O", verdict);
+    all = made != NULL ? PyObject_GetAttrString(made, "__dict__") : NULL;
+    if (all == NULL || PyDict_Update(all, fields) < 0 ||
+        PyDict_SetItemString(all, "branch", (PyObject *)self) < 0) {
+        Py_CLEAR(made);
+    }
+    Py_XDECREF(all);
+    Py_DECREF(fields);
+    Py_DECREF(verdict);
+    return made;
+}
+
 /* ---- other attributes ---------------------------------------------------- */
 
 static PyObject *get_session(branch_object *self, void *Py_UNUSED(closure))
@@ -533,6 +598,8 @@ static PyGetSetDef ATTRIBUTES[] = {
      NUMBER(RESIDENT)},
     {"approximate", (getter)branch_get, NULL,
      "Whether it stands on KV of another wording.", NUMBER(APPROXIMATE)},
+    {"verdict", (getter)branch_get_verdict, (setter)branch_set_verdict,
+     "The last rksc.Verdict, or None.", NULL},
     {"stream", (getter)branch_get, (setter)branch_set_stream,
      "Key of its random numbers, uint64.", NUMBER(STREAM)},
     {"score", (getter)branch_get, (setter)branch_set_number,
@@ -547,8 +614,6 @@ static PyMemberDef MEMBERS[] = {
     {"depth", T_INT, offsetof(branch_object, depth), READONLY,
      "Forks between a root and this branch."},
     {"gate", T_OBJECT, offsetof(branch_object, gate), 0, "rksc.Gate, or None."},
-    {"verdict", T_OBJECT, offsetof(branch_object, verdict), 0,
-     "The last rksc.Verdict, or None."},
     {"prompt", T_OBJECT, offsetof(branch_object, prompt), 0,
      "Its own wording where it was given to ASKS, or None."},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(branch_object, weak_references),

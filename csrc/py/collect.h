@@ -13,7 +13,9 @@
 /* One request of a running `_generate`. */
 typedef struct rk_series {
     uint64_t request;
-    const rk_branch *branch; /* only compared; NULL: dropped */
+    rk_branch *branch; /* NULL: dropped */
+    int32_t n_before;  /* its tokens, and confidence, at the submission */
+    double confidence_before;
     int32_t n, capacity;
     int32_t *tokens; /* (capacity,) as the next three, owned */
     float *top_probs, *logprobs, *entropies;

@@ -82,9 +82,11 @@ int rk_config_read(rk_config *c, double **frequencies, PyObject *config)
         return -1;
     }
     interleaved = rk_config_flag(config, "rope_interleaved");
+    if (interleaved < 0) {
+        return -1;
+    }
     eps = PyObject_GetAttrString(config, "norm_eps");
-    if (interleaved < 0 || eps == NULL) {
-        Py_XDECREF(eps);
+    if (eps == NULL) {
         return -1;
     }
     c->rope_interleaved = interleaved;

@@ -332,6 +332,8 @@ static rk_status run(session_object *self, rk_branch *const *branches,
                                    group, &next->request, err);
         if (status == RK_OK) {
             next->branch = branches[c->n];
+            next->n_before = branches[c->n]->n_tokens;
+            next->confidence_before = branches[c->n]->confidence;
             c->n++;
             c->n_left++;
         }
@@ -355,55 +357,86 @@ static rk_status run(session_object *self, rk_branch *const *branches,
     return status;
 }
 
-/* One branch's row of the result. */
-static PyObject *series_tuple(const rk_series *s)
+/* Mean probability of the most likely token, of the end's step where no token
+ * came; None when no step ran. */
+static PyObject *series_confidence(const rk_series *s)
 {
-    int32_t *tokens;
-    float *top_probs, *logprobs, *entropies;
-    PyObject *arrays[] = {
-        rk_array_int32(s->n, &tokens),
-        rk_array_float32(s->n, &top_probs),
-        rk_array_float32(s->n, &logprobs),
-        rk_array_float32(s->n, &entropies),
-    };
-    size_t bytes = (size_t)s->n * sizeof *tokens;
-    PyObject *confidence;
     double sum = 0;
 
-    for (int i = 0; i < 4; i++) {
-        if (arrays[i] == NULL) {
-            goto fail;
-        }
+    if (s->n == 0 && s->end.finish == RK_FINISH_EOS) {
+        return PyFloat_FromDouble(s->end.top_prob);
     }
-    if (bytes > 0) {
-        memcpy(tokens, s->tokens, bytes);
-        memcpy(top_probs, s->top_probs, bytes);
-        memcpy(logprobs, s->logprobs, bytes);
-        memcpy(entropies, s->entropies, bytes);
+    if (s->n == 0) {
+        Py_RETURN_NONE;
     }
     for (int32_t i = 0; i < s->n; i++) {
         sum += s->top_probs[i];
     }
-    if (s->n > 0) {
-        confidence = PyFloat_FromDouble(sum / s->n);
-    } else if (s->end.finish == RK_FINISH_EOS) {
-        confidence = PyFloat_FromDouble(s->end.top_prob);
-    } else {
-        Py_INCREF(Py_None);
-        confidence = Py_None;
-    }
-    if (confidence == NULL) {
-        goto fail;
-    }
-    return Py_BuildValue("(NNNNNzii)", arrays[0], arrays[1], arrays[2],
-                         arrays[3], confidence, finish_name(s->end.finish),
-                         (int)s->end.stop_bytes, (int)s->end.stop_index);
+    return PyFloat_FromDouble(sum / s->n);
+}
 
-fail:
-    for (int i = 0; i < 4; i++) {
-        Py_XDECREF(arrays[i]);
+/* A copy of (n,) numbers as an array; NULL with an exception. */
+static PyObject *float_array(const float *values, int32_t n)
+{
+    float *data;
+    PyObject *array = rk_array_float32(n, &data);
+
+    if (array != NULL && n > 0) {
+        memcpy(data, values, (size_t)n * sizeof *values);
     }
-    return NULL;
+    return array;
+}
+
+static PyObject *token_array(const int32_t *tokens, int32_t n)
+{
+    int32_t *data;
+    PyObject *array = rk_array_int32(n, &data);
+
+    if (array != NULL && n > 0) {
+        memcpy(data, tokens, (size_t)n * sizeof *tokens);
+    }
+    return array;
+}
+
+#define N_COLUMNS 8
+
+/* One branch's row of the result, a column at a time. */
+static PyObject *series_column(const rk_series *s, int column)
+{
+    switch (column) {
+    case 0:
+        return token_array(s->tokens, s->n);
+    case 1:
+        return float_array(s->top_probs, s->n);
+    case 2:
+        return float_array(s->logprobs, s->n);
+    case 3:
+        return float_array(s->entropies, s->n);
+    case 4:
+        return series_confidence(s);
+    case 5:
+        return PyUnicode_FromString(finish_name(s->end.finish));
+    case 6:
+        return PyLong_FromLong(s->end.stop_bytes);
+    default:
+        return PyLong_FromLong(s->end.stop_index);
+    }
+}
+
+static PyObject *series_tuple(const rk_series *s)
+{
+    PyObject *row = PyTuple_New(N_COLUMNS);
+
+    for (int i = 0; row != NULL && i < N_COLUMNS; i++) {
+        PyObject *item = series_column(s, i);
+
+        if (item == NULL) {
+            Py_CLEAR(row);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(row, i, item);
+    }
+    return row;
 }
 
 static PyObject *collector_list(const rk_collector *c)
@@ -420,6 +453,20 @@ static PyObject *collector_list(const rk_collector *c)
         PyList_SET_ITEM(list, i, row);
     }
     return list;
+}
+
+/* There is no memory for the rows: the branches are as they were. */
+static void undo(session_object *self, const rk_collector *c)
+{
+    for (int32_t i = 0; i < c->n; i++) {
+        const rk_series *s = &c->series[i];
+
+        /* Another thread may go on with one that ended early. */
+        if (s->branch != NULL && !s->branch->busy) {
+            rk_session_undo(self->engine, s->branch, s->n_before);
+            s->branch->confidence = s->confidence_before;
+        }
+    }
 }
 
 static PyObject *generate(session_object *self, PyObject *branches,
@@ -448,12 +495,15 @@ static PyObject *generate(session_object *self, PyObject *branches,
     rk_long_begin(self, &visitor);
     status = run(self, places, (int32_t)n, s, &c, &err);
     rk_long_end(self, &visitor);
-    rk_session_leave(self);
     if (status != RK_OK) {
         rk_raise(self->state, &err);
     } else {
         rows = collector_list(&c);
+        if (rows == NULL) {
+            undo(self, &c);
+        }
     }
+    rk_session_leave(self);
 
 done:
     rk_collector_free(&c);

@@ -38,10 +38,14 @@ static int get_int(PyObject *shortcuts, const char *name, int32_t *out)
 static int get_lens(PyObject *shortcuts, rk_verification *v)
 {
     PyObject *lens = PyMapping_GetItemString(shortcuts, "lens");
-    PyObject *norm = PyMapping_GetItemString(shortcuts, "norm");
-    int truth = norm != NULL ? PyObject_IsTrue(norm) : -1, failed = -1;
+    PyObject *norm = NULL;
+    int truth, failed = -1;
 
-    if (lens == NULL || truth < 0) {
+    if (lens != NULL) {
+        norm = PyMapping_GetItemString(shortcuts, "norm");
+    }
+    truth = norm != NULL ? PyObject_IsTrue(norm) : -1;
+    if (truth < 0) {
         goto done;
     }
     v->lens_norm = truth != 0;

@@ -84,6 +84,7 @@ typedef struct branch_object {
     int32_t depth;
     bool dropped;                      /* guarded by the GIL */
     PyObject *gate, *verdict, *prompt; /* NULL: None */
+    PyObject *verdict_fields;          /* see branch_set_verdict */
 } branch_object;
 
 /* ---- the engine: in and out ------------------------------------------------

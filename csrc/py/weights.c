@@ -394,11 +394,12 @@ static int needs_biases(PyObject *config)
 static int borrow_all(rk_weights *w, PyObject *mapping, PyObject *config,
                       PyObject *tensor_type)
 {
-    int tied = rk_config_flag(config, "tied"), biases = needs_biases(config);
+    int tied = rk_config_flag(config, "tied");
+    int biases = tied < 0 ? -1 : needs_biases(config);
     PyObject *names, *name;
     int failed = 0;
 
-    if (tied < 0 || biases < 0) {
+    if (biases < 0) {
         return -1;
     }
     names = read_names(mapping);
