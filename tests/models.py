@@ -143,16 +143,22 @@ def _sharp(weights: Weights) -> None:
     weights["lm_head.weight"] *= np.float32(8)
 
 
+def _keen(weights: Weights) -> None:
+    weights["lm_head.weight"] *= np.float32(2)
+
+
 GROWING = T4.changed("growing", _grow)
 """The residual stream grows tenfold from layer to layer: an early lens needs its own RMS."""
 NO_KEYS = T4.changed("no-keys", _no_keys)
 """W_k = 0: attention is uniform, so that every wrong or missing V shows."""
 TWINS = T4.changed("twins", _twins)
 """Token i and i + 48 have equal head rows (0, 48 and 96 too): every argmax is a tie."""
+KEEN = T4.changed("keen", _keen)
+"""Logits twice as large: a few tokens are much likelier than the rest."""
 SHARP = T4.changed("sharp", _sharp)
 """Logits eight times as large: confidences well above 1 / vocabulary."""
 
 WIDE = make("wide", 30, hidden_size=256, intermediate_size=512, num_attention_heads=8, head_dim=32)
 """Hidden 256: rows of whole K-quant blocks, and more than one step of every inner loop."""
 
-ALL = {m.name: m for m in (T1, *ARCHITECTURES, GROWING, NO_KEYS, TWINS, SHARP, WIDE)}
+ALL = {m.name: m for m in (T1, *ARCHITECTURES, GROWING, NO_KEYS, TWINS, KEEN, SHARP, WIDE)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Factory
-from models import ALL, SHARP, T4, TWINS, make
+from models import ALL, KEEN, SHARP, T4, TWINS, make
 from numpy.typing import NDArray
 from reference import softmax
 from sessions import assert_books, block_bytes
@@ -94,7 +94,6 @@ def test_bad_settings_are_named(field: str, value: Any, make_session: Factory) -
 
 # ---- sampling -------------------------------------------------------------------------------
 
-KEEN = T4.changed("keen", lambda w: w.update({"lm_head.weight": w["lm_head.weight"] * 2}))
 SETTINGS = [
     Sampling(1.0),
     Sampling(0.5),
