@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from rksc import _core
 
         metafunc.parametrize("isa", _core.isas)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What asks for a library that rksc itself does not need belongs to the tier of oracles."""
+    for item in items:
+        if "importorskip" in inspect.getsource(getattr(item, "function", item.__class__)):
+            item.add_marker(pytest.mark.oracle)
 
 
 @pytest.fixture

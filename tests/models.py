@@ -63,8 +63,8 @@ class Small:
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> Small:
-    """A random model of TINY's configuration with these changes; None removes a key."""
-    config = {key: value for key, value in {**TINY, **changes}.items() if value is not None}
+    """A random model of TINY's configuration with these changes."""
+    config = {**TINY, **changes}
     return Small(name, config, random_weights(config, seed))
 
 
@@ -110,7 +110,7 @@ ARCHITECTURES = (
          rope_theta=1000042.0, rms_norm_eps=1e-6),
     make("explicit-head-dim", 18, num_attention_heads=6, num_key_value_heads=2, head_dim=16),
     make("mistral-window", 19, sliding_window=24, **_MISTRAL),
-    make("mistral-no-window", 20, sliding_window=0, **_MISTRAL),
+    make("mistral-no-window", 20, sliding_window=None, **_MISTRAL),
     make("qwen2", 21, rms_norm_eps=1e-6, rope_theta=1e6, **_QWEN2),
     make("qwen2-tied-window", 22, tie_word_embeddings=True, use_sliding_window=True,
          sliding_window=24, max_window_layers=2, **_QWEN2),
