@@ -17,7 +17,8 @@ static int32_t round_up(int32_t n, int32_t to)
     return (n + to - 1) / to * to;
 }
 
-/* ---- scores -------------------------------------------------------------------- */
+/* ---- scores
+ * -------------------------------------------------------------------- */
 
 /* A row of q, padded with zeros to whole steps of DEPTH. */
 static size_t tile_query_bytes(int32_t head_dim)
@@ -125,12 +126,11 @@ static void tile_scores(float *scores, const void *q, const cpu_keys *keys,
             key_vector one = next_keys(keys, key, key_end);
             key += one.n;
             if (one.n == SIDE && keys->head_dim % DEPTH == 0) {
-                tiles[n_tiles] = (key_tile){one.k, 4L << keys->block_shift,
-                                            one.n, one.slot};
-            } else {
                 tiles[n_tiles] =
-                    copy_keys((char *)scratch + n_tiles * tile_bytes, &one,
-                              keys);
+                    (key_tile){one.k, 4L << keys->block_shift, one.n, one.slot};
+            } else {
+                tiles[n_tiles] = copy_keys(
+                    (char *)scratch + n_tiles * tile_bytes, &one, keys);
             }
             n_tiles++;
         }
@@ -147,7 +147,8 @@ static void tile_scores(float *scores, const void *q, const cpu_keys *keys,
     _tile_release();
 }
 
-/* ---- softmax ------------------------------------------------------------------- */
+/* ---- softmax
+ * ------------------------------------------------------------------- */
 
 /* exp(x) of x <= 0, 0 below -87; NaN stays NaN. The scaling instruction and
  * one step of range reduction do (|n| <= 126 times the error of float32's ln 2
@@ -218,7 +219,8 @@ static cpu_partial tile_softmax(float *scores, int32_t lo, int32_t hi,
                                     : softmax_of(scores, lo, hi, scale, false);
 }
 
-/* ---- values --------------------------------------------------------------------- */
+/* ---- values
+ * --------------------------------------------------------------------- */
 
 static int32_t tile_acc_stride(int32_t head_dim)
 {
@@ -270,8 +272,8 @@ static void copy_values(uint16_t *to, int32_t stride, const cpu_piece *piece)
         if (tokens == 1) {
             copy_half(pair + (slot & 1), v, 1, head_dim);
         } else if ((at & 1) != 0 || n == 1) {
-            copy_half(pair + (slot & 1), v + (at & ~1) * head_dim + (at & 1),
-                      2, head_dim);
+            copy_half(pair + (slot & 1), v + (at & ~1) * head_dim + (at & 1), 2,
+                      head_dim);
             n = 1;
         } else if (stride == head_dim) {
             n &= ~1;
@@ -368,10 +370,17 @@ static void tile_values(float *acc, const float *p, const cpu_piece *pieces,
             float *out = acc + (int64_t)i * stride + d;
             const char *v = (const char *)scratch + d * 4;
             switch ((stride - d) / SIDE) {
-            case 1: value_tiles(out, stride, weights, v, begin, end, 1); break;
-            case 2: value_tiles(out, stride, weights, v, begin, end, 2); break;
-            case 3: value_tiles(out, stride, weights, v, begin, end, 3); break;
-            default: value_tiles(out, stride, weights, v, begin, end, 4);
+            case 1:
+                value_tiles(out, stride, weights, v, begin, end, 1);
+                break;
+            case 2:
+                value_tiles(out, stride, weights, v, begin, end, 2);
+                break;
+            case 3:
+                value_tiles(out, stride, weights, v, begin, end, 3);
+                break;
+            default:
+                value_tiles(out, stride, weights, v, begin, end, 4);
             }
         }
     }

@@ -22,18 +22,18 @@ typedef struct attention_job {
     char *out;
     const char *q;
     int32_t layer_id;
-    int32_t window; /* 0: all */
+    int32_t window;        /* 0: all */
     int64_t partial_bytes; /* of one tile of one KV head */
 } attention_job;
 
 /* Scratch of a unit. A pair is (row of the chunk) * group + head of the group.
  */
 typedef struct workspace {
-    float *scores;       /* (pairs, RK_TILE) */
+    float *scores;        /* (pairs, RK_TILE) */
     float *acc, *all_acc; /* (pairs, acc_stride) */
     cpu_partial *part, *all;
-    char *q;             /* (pairs, query_bytes) */
-    char *values;        /* of run_values and scores */
+    char *q;      /* (pairs, query_bytes) */
+    char *values; /* of run_values and scores */
 } workspace;
 
 /* Whether values are summed over whole tiles for runs of rows. */
@@ -91,7 +91,8 @@ size_t cpu_attention_scratch(const cpu_device *dev)
     return lay_out(dev, start, &ws);
 }
 
-/* ---- one tile --------------------------------------------------------------- */
+/* ---- one tile ---------------------------------------------------------------
+ */
 
 /* Keys of [begin, end) that the row at `position` uses. */
 typedef struct span {
@@ -176,10 +177,10 @@ static void add_values(const attention_job *job, const workspace *ws,
                                     n * group);
     for (int32_t i = 0; i < n; i++) {
         if (common.hi < own[i].hi) {
-            dev->kernels->values[dev->bf16](
-                acc + (int64_t)i * group * dev->acc_stride,
-                p + (int64_t)i * group * RK_TILE, keys, common.hi, own[i].hi,
-                group);
+            dev->kernels->values[dev->bf16](acc + (int64_t)i * group *
+                                                      dev->acc_stride,
+                                            p + (int64_t)i * group * RK_TILE,
+                                            keys, common.hi, own[i].hi, group);
         }
     }
 }
@@ -229,8 +230,8 @@ static void add_runs(const attention_job *job, const workspace *ws,
         }
         for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
             if (segments[s].row_begin <= row && row < segments[s].row_end) {
-                span use = rows_keys(job, &segments[s], row,
-                                     chunk->row_begin + end);
+                span use =
+                    rows_keys(job, &segments[s], row, chunk->row_begin + end);
                 if (use.lo < use.hi) {
                     pieces[n++] = (cpu_piece){
                         keys_of(job, &segments[s], kv_head), use.lo, use.hi};
@@ -239,9 +240,9 @@ static void add_runs(const attention_job *job, const workspace *ws,
         }
         if (n > 0) {
             const int64_t pair = (int64_t)i * dev->group;
-            dev->kernels->run_values(
-                ws->acc + pair * dev->acc_stride, ws->scores + pair * RK_TILE,
-                pieces, n, (end - i) * dev->group, ws->values);
+            dev->kernels->run_values(ws->acc + pair * dev->acc_stride,
+                                     ws->scores + pair * RK_TILE, pieces, n,
+                                     (end - i) * dev->group, ws->values);
         }
     }
 }
@@ -294,7 +295,8 @@ static void attend_tile(const attention_job *job, const workspace *ws,
     }
 }
 
-/* ---- a chunk ----------------------------------------------------------------- */
+/* ---- a chunk
+ * ----------------------------------------------------------------- */
 
 static void load_queries(const attention_job *job, const workspace *ws,
                          const rk_chunk *chunk, int32_t kv_head)
@@ -392,18 +394,19 @@ static void attention_unit(void *argument, int32_t unit, int32_t thread)
     write_out(job, &ws, chunk, kv_head);
 }
 
-/* ---- few chunks: tiles are shared out ---------------------------------------- */
+/* ---- few chunks: tiles are shared out
+ * ---------------------------------------- */
 
 static void stored_partial(const attention_job *job, int32_t tile,
                            int32_t kv_head, workspace *ws)
 {
     const cpu_device *dev = job->dev;
-    char *at = dev->partials +
-               ((int64_t)tile * dev->config.n_kv_heads + kv_head) *
-                   job->partial_bytes;
+    char *at =
+        dev->partials +
+        ((int64_t)tile * dev->config.n_kv_heads + kv_head) * job->partial_bytes;
     ws->part = (cpu_partial *)at;
-    at += cpu_align(((size_t)max_pairs(dev) + SPARE_PAIRS) *
-                    sizeof(cpu_partial));
+    at +=
+        cpu_align(((size_t)max_pairs(dev) + SPARE_PAIRS) * sizeof(cpu_partial));
     ws->acc = (float *)at;
 }
 
@@ -483,9 +486,9 @@ void cpu_attention(rk_device *base, void *out, const void *q, int32_t layer_id)
         .q = q,
         .layer_id = layer_id,
         .window = layer_id >= config->window_from ? config->window : 0,
-        .partial_bytes = (int64_t)(
-            cpu_align(pairs * sizeof(cpu_partial)) +
-            cpu_align(pairs * (size_t)dev->acc_stride * sizeof(float))),
+        .partial_bytes = (int64_t)(cpu_align(pairs * sizeof(cpu_partial)) +
+                                   cpu_align(pairs * (size_t)dev->acc_stride *
+                                             sizeof(float))),
     };
     bool share_tiles =
         dev->n_threads > 1 && n_units < ENOUGH_UNITS * dev->n_threads &&

@@ -60,16 +60,16 @@ typedef struct cpu_kernels {
      * of packed_bytes(k) each, the last one with fewer rows. */
     void (*pack)(void *out, const void *a, int32_t rows, int32_t k);
     size_t (*packed_bytes)(int32_t k);
+    /* NULL, or bytes of cpu_product.scratch */
     size_t (*product_scratch_bytes)(int32_t k);
     /* act row of n values from float32 */
     void (*convert[2])(void *out, const float *x, int32_t n);
     void (*norm[2])(void *out, const float *x, const float *weight, float eps,
                     int32_t n);
-    void (*swiglu[2])(void *out, const float *gate, const float *up,
-                      int32_t n);
+    void (*swiglu[2])(void *out, const float *gate, const float *up, int32_t n);
     /* x: (2 * half,) rotated in place by cos, sin: (half,) */
-    void (*rope)(float *x, const float *cosine, const float *sine,
-                 int32_t half, bool interleaved);
+    void (*rope)(float *x, const float *cosine, const float *sine, int32_t half,
+                 bool interleaved);
 
     /* -- attention; rows are (row, head of the group) pairs, n of them.
      * Scores lie at [row * RK_TILE + key - tile]; acc rows have `acc_stride`
@@ -225,8 +225,7 @@ size_t cpu_product_scratch(const cpu_device *dev);
 bool cpu_product_allocate(cpu_device *dev);
 
 /* attention.c */
-void cpu_attention(rk_device *base, void *out, const void *q,
-                   int32_t layer_id);
+void cpu_attention(rk_device *base, void *out, const void *q, int32_t layer_id);
 void cpu_attention_begin(cpu_device *dev);
 size_t cpu_attention_scratch(const cpu_device *dev);
 

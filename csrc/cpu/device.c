@@ -20,7 +20,8 @@
 #define HUGE_PAGE ((size_t)2 << 20)
 #define PARTIALS_BYTES ((size_t)32 << 20) /* committed as it is used */
 
-/* ---- memory ------------------------------------------------------------------- */
+/* ---- memory
+ * ------------------------------------------------------------------- */
 
 /* Zeroed pages, committed when touched; NULL when there is no room for it. */
 static void *map_pages(size_t bytes)
@@ -135,7 +136,8 @@ static const rk_ops cpu_ops = {
     .cosine = cpu_cosine,
 };
 
-/* ---- creation ------------------------------------------------------------------ */
+/* ---- creation
+ * ------------------------------------------------------------------ */
 
 static rk_status check(const rk_config *c, const rk_extent *e, rk_isa isa,
                        int n_threads, rk_error *err)
@@ -190,12 +192,12 @@ static bool allocate(cpu_device *dev)
     memcpy(inv_freq, dev->config.inv_freq, half * sizeof *inv_freq);
     dev->config.inv_freq = inv_freq;
 
-    size_t scratch = larger(cpu_product_scratch(dev),
-                            cpu_attention_scratch(dev));
+    size_t scratch =
+        larger(cpu_product_scratch(dev), cpu_attention_scratch(dev));
     scratch = larger(scratch, cpu_rows_scratch(dev));
     dev->scratch_bytes = cpu_align(larger(scratch, cpu_pick_scratch(dev)));
-    dev->scratch = device_alloc(
-        base, dev->scratch_bytes * (size_t)dev->n_threads);
+    dev->scratch =
+        device_alloc(base, dev->scratch_bytes * (size_t)dev->n_threads);
     dev->cosine = device_alloc(base, rows * half * sizeof(float));
     dev->sine = device_alloc(base, rows * half * sizeof(float));
     dev->tiles = malloc(CPU_MAX_TILES * sizeof *dev->tiles);
@@ -203,9 +205,10 @@ static bool allocate(cpu_device *dev)
     dev->slices = device_alloc(base, cpu_pick_slices_bytes(dev));
     dev->partials_bytes = PARTIALS_BYTES;
     dev->partials = map_pages(dev->partials_bytes);
-    return cpu_product_allocate(dev) && dev->scratch != NULL && dev->cosine != NULL && dev->sine != NULL &&
-           dev->tiles != NULL && dev->chunk_tiles != NULL &&
-           dev->slices != NULL && dev->partials != NULL;
+    return cpu_product_allocate(dev) && dev->scratch != NULL &&
+           dev->cosine != NULL && dev->sine != NULL && dev->tiles != NULL &&
+           dev->chunk_tiles != NULL && dev->slices != NULL &&
+           dev->partials != NULL;
 }
 
 rk_status rk_cpu_create(rk_device **out, const rk_config *config,

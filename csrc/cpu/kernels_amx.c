@@ -24,14 +24,14 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
 
 #define OWN_PRODUCT_BF16
 #define OWN_ATTENTION_BF16
-#include "template_product.h"
-#include "template_rows.h"
 #include "template_attention.h"
+#include "template_product.h"
 
-/* ---- tiles ------------------------------------------------------------------- */
+/* ---- tiles
+ * ------------------------------------------------------------------- */
 
-#define SIDE 16             /* rows of a tile, and 4-byte columns */
-#define DEPTH 32            /* elements of K in a tile */
+#define SIDE 16  /* rows of a tile, and 4-byte columns */
+#define DEPTH 32 /* elements of K in a tile */
 #define TILE_BYTES 1024
 #define BARRIER() __asm__ volatile("" ::: "memory") /* tiles read memory */
 
@@ -85,7 +85,8 @@ INLINE void transpose(__m512 x[SIDE])
     }
 }
 
-/* ---- packing ------------------------------------------------------------------ */
+/* ---- packing
+ * ------------------------------------------------------------------ */
 
 static size_t packed_bytes(int32_t k)
 {
@@ -102,10 +103,9 @@ static void pack_rows(void *out, const void *a, int32_t rows, int32_t k)
         UNROLL
         for (int i = 0; i < SIDE; i++) {
             const uint16_t *row = (const uint16_t *)a + (int64_t)i * k + at;
-            x[i] = i >= rows ? vf_zero()
-                   : n == DEPTH
-                       ? _mm512_castsi512_ps(vb_load(row))
-                       : _mm512_castsi512_ps(vb_load_n(row, n));
+            x[i] = i >= rows    ? vf_zero()
+                   : n == DEPTH ? _mm512_castsi512_ps(vb_load(row))
+                                : _mm512_castsi512_ps(vb_load_n(row, n));
         }
         transpose(x);
         UNROLL
@@ -115,7 +115,8 @@ static void pack_rows(void *out, const void *a, int32_t rows, int32_t k)
     }
 }
 
-/* ---- product ------------------------------------------------------------------- */
+/* ---- product
+ * ------------------------------------------------------------------- */
 
 /* Turn a tile of sums (weights, activations) and put it where it belongs: n
  * weight rows from j, m activation rows from i. */

@@ -9,9 +9,9 @@
 #define HAS_DOT 0
 #define COLUMNS_MAX 3
 #define COLUMNS_f32 3
-#define COLUMNS_bf16 2
+#define COLUMNS_bf16 3
 #define CASES_f32 CASES_3
-#define CASES_bf16 CASES_2
+#define CASES_bf16 CASES_3
 #define VALUE_ROWS 2
 #define VALUE_VECTORS 4
 
@@ -32,9 +32,8 @@ INLINE vf vf_zero(void)
 INLINE __m256i lanes(int lo, int hi)
 {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm256_andnot_si256(
-        _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane),
-        _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane));
+    return _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane),
+                               _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane));
 }
 
 INLINE vf vf_load(const float *p)
@@ -116,8 +115,7 @@ INLINE vf vf_select_first(int n, vf in, vf out)
 INLINE vf vf_scale(vf p, vf t)
 {
     __m256i shift = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
-    return _mm256_castsi256_ps(
-        _mm256_add_epi32(_mm256_castps_si256(p), shift));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shift));
 }
 
 INLINE float vf_first(vf x)
@@ -146,8 +144,8 @@ INLINE float vf_sum(vf x)
 
 INLINE float vf_hmax(vf x)
 {
-    __m128 m = _mm_max_ps(_mm256_castps256_ps128(x),
-                          _mm256_extractf128_ps(x, 1));
+    __m128 m =
+        _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     m = _mm_max_ss(m, _mm_movehdup_ps(m));
     return _mm_cvtss_f32(m);
@@ -193,8 +191,8 @@ INLINE vf vb_odd(vb x)
 INLINE vb round_bits(vf x)
 {
     __m256i bits = _mm256_castps_si256(x);
-    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16),
-                                   _mm256_set1_epi32(1));
+    __m256i odd =
+        _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(
         bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
@@ -236,9 +234,8 @@ INLINE void vf_store_bf16_n(uint16_t *p, vf x, int n)
     memcpy(p, part, (size_t)n * sizeof *p);
 }
 
-#include "template_product.h"
-#include "template_rows.h"
 #include "template_attention.h"
+#include "template_product.h"
 
 #define TABLE cpu_kernels_avx2
 #include "template_table.h"

@@ -6,9 +6,8 @@
 #define COLUMNS_bf16 6
 #define CASES_bf16 CASES_6
 
-#include "template_product.h"
-#include "template_rows.h"
 #include "template_attention.h"
+#include "template_product.h"
 
 #define TABLE cpu_kernels_avx512
 #include "template_table.h"

@@ -16,9 +16,8 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
     return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 }
 
-#include "template_product.h"
-#include "template_rows.h"
 #include "template_attention.h"
+#include "template_product.h"
 
 #define TABLE cpu_kernels_avx512_bf16
 #include "template_table.h"

@@ -6,11 +6,11 @@
 
 #define LANES 4
 #define HAS_DOT 0
-#define COLUMNS_MAX 2
+#define COLUMNS_MAX 3
 #define COLUMNS_f32 2
-#define COLUMNS_bf16 2
+#define COLUMNS_bf16 3
 #define CASES_f32 CASES_2
-#define CASES_bf16 CASES_2
+#define CASES_bf16 CASES_3
 #define VALUE_ROWS 2
 #define VALUE_VECTORS 4
 
@@ -212,9 +212,8 @@ INLINE void vf_store_bf16(uint16_t *p, vf x)
     vf_store_bf16_n(p, x, LANES);
 }
 
-#include "template_product.h"
-#include "template_rows.h"
 #include "template_attention.h"
+#include "template_product.h"
 
 #define TABLE cpu_kernels_portable
 #include "template_table.h"

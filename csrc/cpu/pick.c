@@ -41,7 +41,8 @@ static int32_t slices_of_row(const cpu_device *dev)
     return cpu_ceil_div(dev->config.vocab_size, SLICE);
 }
 
-/* ---- statistics --------------------------------------------------------------- */
+/* ---- statistics
+ * --------------------------------------------------------------- */
 
 static void slice_unit(void *argument, int32_t unit, int32_t thread)
 {
@@ -93,7 +94,8 @@ static bool fold_slices(const cpu_slice *slices, int32_t n, double *max,
     return true;
 }
 
-/* ---- random numbers ------------------------------------------------------------ */
+/* ---- random numbers
+ * ------------------------------------------------------------ */
 
 /* Philox4x32-10 (Salmon et al., 2011): counter (position, stream), key seed.
  * The first two words of the block make a number of 53 bits in [0, 1). */
@@ -116,7 +118,8 @@ static double uniform(uint64_t seed, uint64_t stream, int64_t position)
     return (double)bits * 0x1p-53;
 }
 
-/* ---- sets of the largest logits -------------------------------------------------- */
+/* ---- sets of the largest logits
+ * -------------------------------------------------- */
 
 /* Unsigned order of these bits is the order of floats; -0 counts as 0. */
 static inline uint32_t order_bits(float x)
@@ -213,7 +216,8 @@ static double apply_set(const row_view *row, float *weights, const kept *set)
     return sum;
 }
 
-/* ---- one row -------------------------------------------------------------------- */
+/* ---- one row
+ * -------------------------------------------------------------------- */
 
 /* The id at which the running sum of weights passes u * total. */
 static int32_t draw_id(const cpu_kernels *kernels, const float *weights,

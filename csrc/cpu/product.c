@@ -11,7 +11,7 @@
 #include "cpu.h"
 
 #define STEP 64
-#define PANEL 512 /* rows of a panel that is packed: weights are copied once */
+#define PANEL 512     /* rows of a unit where kernels copy the weights first */
 #define SLICES 3      /* units of a thread, when rows are few */
 #define SLICE_MAX 512 /* weight rows of such a unit */
 
@@ -23,9 +23,9 @@ typedef struct cut {
 /* Rows of a unit: as many as still leave some units for each thread. */
 static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n)
 {
-    int32_t step = dev->packed != NULL ? PANEL : STEP;
-    while (step > STEP && cpu_ceil_div(m, step) * cpu_ceil_div(n, STEP) <
-                              4 * dev->n_threads) {
+    int32_t step = dev->panels != NULL ? PANEL : STEP;
+    while (step > STEP &&
+           cpu_ceil_div(m, step) * cpu_ceil_div(n, STEP) < 4 * dev->n_threads) {
         step /= 2;
     }
     return step;
@@ -58,7 +58,8 @@ static range unit_range(const cut *c, int32_t m, int32_t n, int32_t unit)
     return r;
 }
 
-/* ---- packing ---------------------------------------------------------------- */
+/* ---- packing ----------------------------------------------------------------
+ */
 
 typedef struct pack_job {
     const cpu_device *dev;
@@ -97,16 +98,19 @@ bool cpu_product_allocate(cpu_device *dev)
     if (!dev->bf16 || dev->kernels->pack == NULL) {
         return true;
     }
-    int32_t k = cpu_max(cpu_max(c->width, c->ffn_width),
-                        c->n_heads * c->head_dim);
+    int32_t k =
+        cpu_max(cpu_max(c->width, c->ffn_width), c->n_heads * c->head_dim);
     int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
     size_t bytes = (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
                    dev->kernels->packed_bytes(k);
-    dev->panel_bytes = cpu_align(dev->kernels->product_scratch_bytes(k));
     dev->packed = dev->base.ops->alloc(&dev->base, bytes);
-    dev->panels = dev->base.ops->alloc(
-        &dev->base, dev->panel_bytes * (size_t)dev->n_threads);
-    return dev->packed != NULL && dev->panels != NULL;
+    if (dev->packed == NULL || dev->kernels->product_scratch_bytes == NULL) {
+        return dev->packed != NULL;
+    }
+    dev->panel_bytes = cpu_align(dev->kernels->product_scratch_bytes(k));
+    dev->panels = dev->base.ops->alloc(&dev->base, dev->panel_bytes *
+                                                       (size_t)dev->n_threads);
+    return dev->panels != NULL;
 }
 
 /* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
@@ -130,12 +134,15 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
         .n = r->n,
         .k = w->cols,
         .accumulate = accumulate,
-        .scratch = dev->panels + (size_t)thread * dev->panel_bytes,
+        .scratch = dev->panels != NULL
+                       ? dev->panels + (size_t)thread * dev->panel_bytes
+                       : NULL,
     };
     dev->kernels->product[dev->bf16](&job);
 }
 
-/* ---- linear ---------------------------------------------------------------- */
+/* ---- linear ----------------------------------------------------------------
+ */
 
 typedef struct linear_job {
     const cpu_device *dev;
@@ -151,8 +158,7 @@ static void linear_unit(void *argument, int32_t unit, int32_t thread)
 {
     const linear_job *job = argument;
     range r = unit_range(&job->c, job->n, job->w->rows, unit);
-    multiply(job->dev,
-             job->out + (int64_t)r.m_begin * job->w->rows + r.n_begin,
+    multiply(job->dev, job->out + (int64_t)r.m_begin * job->w->rows + r.n_begin,
              job->w->rows, job->a, job->w, &r, job->accumulate, thread);
 }
 
@@ -160,12 +166,13 @@ void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
                 int32_t n, bool accumulate)
 {
     cpu_device *dev = (cpu_device *)base;
-    linear_job job = {dev, out, prepare(dev, a, n, w->cols), w,
+    linear_job job = {dev, out,        prepare(dev, a, n, w->cols), w,
                       n,   accumulate, cut_product(dev, n, w->rows)};
     cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
 }
 
-/* ---- gate and up ----------------------------------------------------------- */
+/* ---- gate and up -----------------------------------------------------------
+ */
 
 typedef struct swiglu_job {
     const cpu_device *dev;
@@ -197,12 +204,13 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
                 const rk_matrix *gate, const rk_matrix *up, int32_t n)
 {
     cpu_device *dev = (cpu_device *)base;
-    swiglu_job job = {dev, out, prepare(dev, a, n, gate->cols), gate, up, n,
-                      cut_product(dev, n, gate->rows)};
+    swiglu_job job = {dev, out, prepare(dev, a, n, gate->cols), gate,
+                      up,  n,   cut_product(dev, n, gate->rows)};
     cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
 }
 
-/* ---- query, key, value ------------------------------------------------------ */
+/* ---- query, key, value ------------------------------------------------------
+ */
 
 typedef struct qkv_job {
     const cpu_device *dev;
@@ -218,8 +226,8 @@ static void store_key(const cpu_device *dev, char *block, int32_t offset,
                       const void *act)
 {
     const int64_t tokens = dev->extent.block_tokens;
-    const int32_t n = dev->bf16 ? dev->config.head_dim / 2
-                                : dev->config.head_dim;
+    const int32_t n =
+        dev->bf16 ? dev->config.head_dim / 2 : dev->config.head_dim;
     uint32_t *to = (uint32_t *)block + offset;
     for (int32_t i = 0; i < n; i++) {
         memcpy(to + i * tokens, (const char *)act + (size_t)i * 4, 4);
@@ -290,7 +298,8 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
     }
     for (int32_t i = 0; query && i < r.m; i++) {
         int64_t at = ((int64_t)(r.m_begin + i) * n_heads + head) * head_dim;
-        dev->kernels->convert[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
+        dev->kernels->convert[dev->bf16](job->out +
+                                             at * (int64_t)dev->act_bytes,
                                          rows + i * head_dim, head_dim);
     }
     if (!query) {
@@ -316,7 +325,8 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
 
 size_t cpu_product_scratch(const cpu_device *dev)
 {
-    size_t step = dev->bf16 && dev->kernels->pack != NULL ? PANEL : STEP;
+    size_t step =
+        dev->bf16 && dev->kernels->product_scratch_bytes != NULL ? PANEL : STEP;
     size_t tiles = 2 * STEP * SLICE_MAX * sizeof(float); /* >= PANEL's */
     size_t head = (step + 1) * (size_t)dev->config.head_dim * sizeof(float);
     return tiles > head ? tiles : head;

@@ -9,8 +9,8 @@
 #include "cpu.h"
 #include "quant.h"
 
-#define ROWS 16       /* rows of a unit */
-#define SERIAL 16384  /* elements below which other threads do not pay */
+#define ROWS 16      /* rows of a unit */
+#define SERIAL 16384 /* elements below which other threads do not pay */
 
 /* Run `unit` over runs of ROWS rows, or all in turn when there is little. */
 static void run_rows(const cpu_device *dev, cpu_unit *unit, void *job,
@@ -26,7 +26,8 @@ static void run_rows(const cpu_device *dev, cpu_unit *unit, void *job,
     }
 }
 
-/* ---- begin ------------------------------------------------------------------ */
+/* ---- begin ------------------------------------------------------------------
+ */
 
 static void angles_unit(void *argument, int32_t unit, int32_t thread)
 {
@@ -53,7 +54,8 @@ void cpu_begin(rk_device *base, const rk_batch *batch)
     cpu_attention_begin(dev);
 }
 
-/* ---- embedding, norm --------------------------------------------------------- */
+/* ---- embedding, norm
+ * --------------------------------------------------------- */
 
 typedef struct rows_job {
     const cpu_device *dev;
@@ -104,8 +106,8 @@ static void norm_unit(void *argument, int32_t unit, int32_t thread)
     (void)thread;
     for (int32_t i = unit * ROWS; i < end; i++) {
         const float *x = job->x + (int64_t)i * width;
-        void *out = (char *)job->out +
-                    (int64_t)i * width * (int64_t)dev->act_bytes;
+        void *out =
+            (char *)job->out + (int64_t)i * width * (int64_t)dev->act_bytes;
         if (job->weight != NULL) {
             dev->kernels->norm[dev->bf16](out, x, job->weight,
                                           dev->config.norm_eps, width);
@@ -119,12 +121,12 @@ void cpu_norm(rk_device *base, void *out, const float *x, const float *weight,
               int32_t n)
 {
     cpu_device *dev = (cpu_device *)base;
-    rows_job job = {
-        .dev = dev, .out = out, .x = x, .weight = weight, .n = n};
+    rows_job job = {.dev = dev, .out = out, .x = x, .weight = weight, .n = n};
     run_rows(dev, norm_unit, &job, n, dev->config.width);
 }
 
-/* ---- lenses, statistics ------------------------------------------------------- */
+/* ---- lenses, statistics
+ * ------------------------------------------------------- */
 
 void cpu_gather(rk_device *base, float *dst, const float *src,
                 const int32_t *rows, int32_t n, int32_t width)

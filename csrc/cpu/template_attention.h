@@ -12,6 +12,11 @@
  * is 2 * LANES dimensions, the even ones first: that is how a vector of bf16
  * pairs unpacks with one shift and one mask.
  */
+#ifndef RKSC_CPU_TEMPLATE_ATTENTION_H
+#define RKSC_CPU_TEMPLATE_ATTENTION_H
+
+#include "template_rows.h"
+
 #define BLOCK_KEYS(keys) (1 << (keys)->block_shift)
 
 /* The first key of the block that holds `key`. */
@@ -33,7 +38,8 @@ static int32_t acc_stride_bf16(int32_t head_dim)
 }
 #endif
 
-/* ---- queries -------------------------------------------------------------- */
+/* ---- queries --------------------------------------------------------------
+ */
 
 static size_t query_bytes_f32(int32_t head_dim)
 {
@@ -74,7 +80,8 @@ static void query_bf16(void *out, const void *q, int32_t head_dim)
 }
 #endif
 
-/* ---- scores --------------------------------------------------------------- */
+/* ---- scores ---------------------------------------------------------------
+ */
 
 #define SCORE_ROWS 8
 #define SCORE_VECTORS 2
@@ -100,9 +107,9 @@ static inline key_vector next_keys(const cpu_keys *keys, int32_t key,
 /* A step is one dimension (float32) or a pair of them (bf16): one vector of K,
  * 4 bytes a key either way. */
 static inline __attribute__((always_inline)) void
-score_step_f32(vf acc[SCORE_ROWS][SCORE_VECTORS], const char *q,
-               size_t q_bytes, const key_vector *at, size_t offset,
-               int32_t step, int rows, int vectors, bool whole)
+score_step_f32(vf acc[SCORE_ROWS][SCORE_VECTORS], const char *q, size_t q_bytes,
+               const key_vector *at, size_t offset, int32_t step, int rows,
+               int vectors, bool whole)
 {
     vf k[SCORE_VECTORS];
     UNROLL
@@ -154,103 +161,110 @@ score_step_bf16(vf acc[SCORE_ROWS][SCORE_VECTORS], const char *q,
 #endif
 }
 
-#define DEFINE_SCORES(TYPE, STEPS)                                            \
-    static inline __attribute__((always_inline)) void score_block_##TYPE(     \
-        float *scores, const char *q, size_t q_bytes, const key_vector *at,   \
-        const cpu_keys *keys, int rows, int vectors, bool whole)              \
-    {                                                                         \
-        vf acc[SCORE_ROWS][SCORE_VECTORS];                                    \
-        UNROLL                                                                \
-        for (int i = 0; i < rows; i++) {                                      \
-            UNROLL                                                            \
-            for (int j = 0; j < vectors; j++) {                               \
-                acc[i][j] = vf_zero();                                        \
-            }                                                                 \
-        }                                                                     \
-        const size_t stride = (size_t)4 << keys->block_shift;                 \
-        size_t offset = 0;                                                    \
-        for (int32_t step = 0; step < (STEPS); step++, offset += stride) {    \
-            score_step_##TYPE(acc, q, q_bytes, at, offset, step, rows,        \
-                              vectors, whole);                                \
-        }                                                                     \
-        UNROLL                                                                \
-        for (int i = 0; i < rows; i++) {                                      \
-            UNROLL                                                            \
-            for (int j = 0; j < vectors; j++) {                               \
-                float *to = scores + i * RK_TILE + at[j].slot;                \
-                if (whole) {                                                  \
-                    vf_store(to, acc[i][j]);                                  \
-                } else {                                                      \
-                    vf_store_n(to, acc[i][j], at[j].n);                       \
-                }                                                             \
-            }                                                                 \
-        }                                                                     \
-    }                                                                         \
-    static void score_rows_##TYPE(float *scores, const char *q,               \
-                                  size_t q_bytes, const key_vector *at,       \
-                                  const cpu_keys *keys, int32_t n)            \
-    {                                                                         \
-        for (; n >= SCORE_ROWS; n -= SCORE_ROWS) {                            \
-            score_block_##TYPE(scores, q, q_bytes, at, keys, SCORE_ROWS,      \
-                               SCORE_VECTORS, true);                          \
-            scores += SCORE_ROWS * RK_TILE;                                   \
-            q += SCORE_ROWS * q_bytes;                                        \
-        }                                                                     \
-        switch (n) {                                                          \
-        case 7: SCORE_CASE(TYPE, 7);                                          \
-        case 6: SCORE_CASE(TYPE, 6);                                          \
-        case 5: SCORE_CASE(TYPE, 5);                                          \
-        case 4: SCORE_CASE(TYPE, 4);                                          \
-        case 3: SCORE_CASE(TYPE, 3);                                          \
-        case 2: SCORE_CASE(TYPE, 2);                                          \
-        case 1: SCORE_CASE(TYPE, 1);                                          \
-        }                                                                     \
-    }                                                                         \
-    /* One vector of keys, which may be part of one. */                       \
-    static void score_odd_##TYPE(float *scores, const char *q,                \
-                                 size_t q_bytes, const key_vector *at,        \
-                                 const cpu_keys *keys, int32_t n)             \
-    {                                                                         \
-        for (; n >= 4; n -= 4) {                                              \
-            score_block_##TYPE(scores, q, q_bytes, at, keys, 4, 1, false);    \
-            scores += 4 * RK_TILE;                                            \
-            q += 4 * q_bytes;                                                 \
-        }                                                                     \
-        for (; n > 0; n--) {                                                  \
-            score_block_##TYPE(scores, q, q_bytes, at, keys, 1, 1, false);    \
-            scores += RK_TILE;                                                \
-            q += q_bytes;                                                     \
-        }                                                                     \
-    }                                                                         \
-    static void scores_##TYPE(float *scores, const void *q,                   \
-                              const cpu_keys *keys, int32_t key_begin,        \
-                              int32_t key_end, int32_t n, void *scratch)      \
-    {                                                                         \
-        (void)scratch;                                                        \
-        const size_t q_bytes = query_bytes_##TYPE(keys->head_dim);            \
-        key_vector whole[SCORE_VECTORS];                                      \
-        int n_whole = 0;                                                      \
-        for (int32_t key = key_begin; key < key_end;) {                       \
-            key_vector one = next_keys(keys, key, key_end);                   \
-            key += one.n;                                                     \
-            if (one.n < LANES) {                                              \
-                score_odd_##TYPE(scores, q, q_bytes, &one, keys, n);          \
-                continue;                                                     \
-            }                                                                 \
-            whole[n_whole++] = one;                                           \
-            if (n_whole == SCORE_VECTORS) {                                   \
-                score_rows_##TYPE(scores, q, q_bytes, whole, keys, n);        \
-                n_whole = 0;                                                  \
-            }                                                                 \
-        }                                                                     \
-        if (n_whole == 1) {                                                   \
-            score_odd_##TYPE(scores, q, q_bytes, whole, keys, n);             \
-        }                                                                     \
+#define DEFINE_SCORES(TYPE, STEPS)                                             \
+    static inline __attribute__((always_inline)) void score_block_##TYPE(      \
+        float *scores, const char *q, size_t q_bytes, const key_vector *at,    \
+        const cpu_keys *keys, int rows, int vectors, bool whole)               \
+    {                                                                          \
+        vf acc[SCORE_ROWS][SCORE_VECTORS];                                     \
+        UNROLL                                                                 \
+        for (int i = 0; i < rows; i++) {                                       \
+            UNROLL                                                             \
+            for (int j = 0; j < vectors; j++) {                                \
+                acc[i][j] = vf_zero();                                         \
+            }                                                                  \
+        }                                                                      \
+        const size_t stride = (size_t)4 << keys->block_shift;                  \
+        size_t offset = 0;                                                     \
+        for (int32_t step = 0; step < (STEPS); step++, offset += stride) {     \
+            score_step_##TYPE(acc, q, q_bytes, at, offset, step, rows,         \
+                              vectors, whole);                                 \
+        }                                                                      \
+        UNROLL                                                                 \
+        for (int i = 0; i < rows; i++) {                                       \
+            UNROLL                                                             \
+            for (int j = 0; j < vectors; j++) {                                \
+                float *to = scores + i * RK_TILE + at[j].slot;                 \
+                if (whole) {                                                   \
+                    vf_store(to, acc[i][j]);                                   \
+                } else {                                                       \
+                    vf_store_n(to, acc[i][j], at[j].n);                        \
+                }                                                              \
+            }                                                                  \
+        }                                                                      \
+    }                                                                          \
+    static void score_rows_##TYPE(float *scores, const char *q,                \
+                                  size_t q_bytes, const key_vector *at,        \
+                                  const cpu_keys *keys, int32_t n)             \
+    {                                                                          \
+        for (; n >= SCORE_ROWS; n -= SCORE_ROWS) {                             \
+            score_block_##TYPE(scores, q, q_bytes, at, keys, SCORE_ROWS,       \
+                               SCORE_VECTORS, true);                           \
+            scores += SCORE_ROWS * RK_TILE;                                    \
+            q += SCORE_ROWS * q_bytes;                                         \
+        }                                                                      \
+        switch (n) {                                                           \
+        case 7:                                                                \
+            SCORE_CASE(TYPE, 7);                                               \
+        case 6:                                                                \
+            SCORE_CASE(TYPE, 6);                                               \
+        case 5:                                                                \
+            SCORE_CASE(TYPE, 5);                                               \
+        case 4:                                                                \
+            SCORE_CASE(TYPE, 4);                                               \
+        case 3:                                                                \
+            SCORE_CASE(TYPE, 3);                                               \
+        case 2:                                                                \
+            SCORE_CASE(TYPE, 2);                                               \
+        case 1:                                                                \
+            SCORE_CASE(TYPE, 1);                                               \
+        }                                                                      \
+    }                                                                          \
+    /* One vector of keys, which may be part of one. */                        \
+    static void score_odd_##TYPE(float *scores, const char *q, size_t q_bytes, \
+                                 const key_vector *at, const cpu_keys *keys,   \
+                                 int32_t n)                                    \
+    {                                                                          \
+        for (; n >= 4; n -= 4) {                                               \
+            score_block_##TYPE(scores, q, q_bytes, at, keys, 4, 1, false);     \
+            scores += 4 * RK_TILE;                                             \
+            q += 4 * q_bytes;                                                  \
+        }                                                                      \
+        for (; n > 0; n--) {                                                   \
+            score_block_##TYPE(scores, q, q_bytes, at, keys, 1, 1, false);     \
+            scores += RK_TILE;                                                 \
+            q += q_bytes;                                                      \
+        }                                                                      \
+    }                                                                          \
+    static void scores_##TYPE(float *scores, const void *q,                    \
+                              const cpu_keys *keys, int32_t key_begin,         \
+                              int32_t key_end, int32_t n, void *scratch)       \
+    {                                                                          \
+        (void)scratch;                                                         \
+        const size_t q_bytes = query_bytes_##TYPE(keys->head_dim);             \
+        key_vector whole[SCORE_VECTORS];                                       \
+        int n_whole = 0;                                                       \
+        for (int32_t key = key_begin; key < key_end;) {                        \
+            key_vector one = next_keys(keys, key, key_end);                    \
+            key += one.n;                                                      \
+            if (one.n < LANES) {                                               \
+                score_odd_##TYPE(scores, q, q_bytes, &one, keys, n);           \
+                continue;                                                      \
+            }                                                                  \
+            whole[n_whole++] = one;                                            \
+            if (n_whole == SCORE_VECTORS) {                                    \
+                score_rows_##TYPE(scores, q, q_bytes, whole, keys, n);         \
+                n_whole = 0;                                                   \
+            }                                                                  \
+        }                                                                      \
+        if (n_whole == 1) {                                                    \
+            score_odd_##TYPE(scores, q, q_bytes, whole, keys, n);              \
+        }                                                                      \
     }
 
-#define SCORE_CASE(TYPE, ROWS_LEFT)                                           \
-    score_block_##TYPE(scores, q, q_bytes, at, keys, ROWS_LEFT,               \
-                       SCORE_VECTORS, true);                                  \
+#define SCORE_CASE(TYPE, ROWS_LEFT)                                            \
+    score_block_##TYPE(scores, q, q_bytes, at, keys, ROWS_LEFT, SCORE_VECTORS, \
+                       true);                                                  \
     break
 
 DEFINE_SCORES(f32, keys->head_dim)
@@ -258,7 +272,8 @@ DEFINE_SCORES(f32, keys->head_dim)
 DEFINE_SCORES(bf16, keys->head_dim / 2)
 #endif
 
-/* ---- softmax of one row of a tile ------------------------------------------ */
+/* ---- softmax of one row of a tile ------------------------------------------
+ */
 
 static cpu_partial softmax_tile(float *scores, int32_t lo, int32_t hi,
                                 float scale)
@@ -285,13 +300,14 @@ static cpu_partial softmax_tile(float *scores, int32_t lo, int32_t hi,
     return part;
 }
 
-/* ---- values ---------------------------------------------------------------- */
+/* ---- values ----------------------------------------------------------------
+ */
 
 /* acc[i] += p[i][key] v[key] for `rows` rows and `parts` vectors of V; `left`:
  * elements of a last, partial vector (then parts is 1), 0: whole. */
 static inline __attribute__((always_inline)) void
-value_step_f32(vf acc[VALUE_ROWS][VALUE_VECTORS], const float *p,
-               const char *v, int rows, int vectors, int left)
+value_step_f32(vf acc[VALUE_ROWS][VALUE_VECTORS], const float *p, const char *v,
+               int rows, int vectors, int left)
 {
     vf x[VALUE_VECTORS];
     UNROLL
@@ -331,83 +347,83 @@ value_step_bf16(vf acc[VALUE_ROWS][VALUE_VECTORS], const float *p,
     }
 }
 
-#define DEFINE_VALUES(TYPE, BYTES, FEWEST)                                    \
-    static inline __attribute__((always_inline)) void value_block_##TYPE(     \
-        float *out, int32_t stride, const float *p, const cpu_keys *keys,     \
-        int32_t from, int32_t begin, int32_t end, int rows, int vectors,      \
-        int left)                                                             \
-    {                                                                         \
-        const size_t row_bytes = (size_t)keys->head_dim * (BYTES);            \
-        vf acc[VALUE_ROWS][VALUE_VECTORS];                                    \
-        UNROLL                                                                \
-        for (int i = 0; i < rows; i++) {                                      \
-            UNROLL                                                            \
-            for (int j = 0; j < vectors; j++) {                               \
-                acc[i][j] = vf_load(out + i * stride + from + j * LANES);     \
-            }                                                                 \
-        }                                                                     \
-        for (int32_t key = begin; key < end;) {                               \
-            int32_t at = key & (BLOCK_KEYS(keys) - 1);                        \
-            int32_t n = BLOCK_KEYS(keys) - at;                                \
-            n = n < end - key ? n : end - key;                                \
-            const char *v = block_of(keys, keys->v, key) + at * row_bytes +   \
-                            (size_t)from * (BYTES);                           \
-            const float *weight = p + key % RK_TILE;                          \
-            for (int32_t t = 0; t < n; t++, v += row_bytes) {                 \
-                value_step_##TYPE(acc, weight + t, v, rows, vectors, left);   \
-            }                                                                 \
-            key += n;                                                         \
-        }                                                                     \
-        UNROLL                                                                \
-        for (int i = 0; i < rows; i++) {                                      \
-            UNROLL                                                            \
-            for (int j = 0; j < vectors; j++) {                               \
-                vf_store(out + i * stride + from + j * LANES, acc[i][j]);     \
-            }                                                                 \
-        }                                                                     \
-    }                                                                         \
-    static inline __attribute__((always_inline)) void value_rows_##TYPE(      \
-        float *acc, const float *p, const cpu_keys *keys, int32_t begin,      \
-        int32_t end, int rows)                                                \
-    {                                                                         \
-        const int32_t stride = acc_stride_##TYPE(keys->head_dim);             \
-        const int32_t n = keys->head_dim;                                     \
-        int32_t from = 0;                                                     \
-        for (; from + VALUE_VECTORS * LANES <= n;                             \
-             from += VALUE_VECTORS * LANES) {                                 \
-            value_block_##TYPE(acc, stride, p, keys, from, begin, end, rows,  \
-                               VALUE_VECTORS, 0);                             \
-        }                                                                     \
-        for (; from + (FEWEST) * LANES <= n; from += (FEWEST) * LANES) {      \
-            value_block_##TYPE(acc, stride, p, keys, from, begin, end, rows,  \
-                               FEWEST, 0);                                    \
-        }                                                                     \
-        if (from < n) {                                                       \
-            value_block_##TYPE(acc, stride, p, keys, from, begin, end, rows,  \
-                               FEWEST, n - from);                             \
-        }                                                                     \
-    }                                                                         \
-    static void values_##TYPE(float *acc, const float *p,                     \
-                              const cpu_keys *keys, int32_t key_begin,        \
-                              int32_t key_end, int32_t n)                     \
-    {                                                                         \
-        const int32_t stride = acc_stride_##TYPE(keys->head_dim);             \
-        for (; n >= VALUE_ROWS; n -= VALUE_ROWS) {                            \
-            value_rows_##TYPE(acc, p, keys, key_begin, key_end, VALUE_ROWS);  \
-            acc += VALUE_ROWS * stride;                                       \
-            p += VALUE_ROWS * RK_TILE;                                        \
-        }                                                                     \
-        for (; n >= VALUE_ROWS / 2; n -= VALUE_ROWS / 2) {                    \
-            value_rows_##TYPE(acc, p, keys, key_begin, key_end,               \
-                              VALUE_ROWS / 2);                                \
-            acc += VALUE_ROWS / 2 * stride;                                   \
-            p += VALUE_ROWS / 2 * RK_TILE;                                    \
-        }                                                                     \
-        for (; n > 0; n--) {                                                  \
-            value_rows_##TYPE(acc, p, keys, key_begin, key_end, 1);           \
-            acc += stride;                                                    \
-            p += RK_TILE;                                                     \
-        }                                                                     \
+#define DEFINE_VALUES(TYPE, BYTES, FEWEST)                                     \
+    static inline __attribute__((always_inline)) void value_block_##TYPE(      \
+        float *out, int32_t stride, const float *p, const cpu_keys *keys,      \
+        int32_t from, int32_t begin, int32_t end, int rows, int vectors,       \
+        int left)                                                              \
+    {                                                                          \
+        const size_t row_bytes = (size_t)keys->head_dim * (BYTES);             \
+        vf acc[VALUE_ROWS][VALUE_VECTORS];                                     \
+        UNROLL                                                                 \
+        for (int i = 0; i < rows; i++) {                                       \
+            UNROLL                                                             \
+            for (int j = 0; j < vectors; j++) {                                \
+                acc[i][j] = vf_load(out + i * stride + from + j * LANES);      \
+            }                                                                  \
+        }                                                                      \
+        for (int32_t key = begin; key < end;) {                                \
+            int32_t at = key & (BLOCK_KEYS(keys) - 1);                         \
+            int32_t n = BLOCK_KEYS(keys) - at;                                 \
+            n = n < end - key ? n : end - key;                                 \
+            const char *v = block_of(keys, keys->v, key) + at * row_bytes +    \
+                            (size_t)from * (BYTES);                            \
+            const float *weight = p + key % RK_TILE;                           \
+            for (int32_t t = 0; t < n; t++, v += row_bytes) {                  \
+                value_step_##TYPE(acc, weight + t, v, rows, vectors, left);    \
+            }                                                                  \
+            key += n;                                                          \
+        }                                                                      \
+        UNROLL                                                                 \
+        for (int i = 0; i < rows; i++) {                                       \
+            UNROLL                                                             \
+            for (int j = 0; j < vectors; j++) {                                \
+                vf_store(out + i * stride + from + j * LANES, acc[i][j]);      \
+            }                                                                  \
+        }                                                                      \
+    }                                                                          \
+    static inline __attribute__((always_inline)) void value_rows_##TYPE(       \
+        float *acc, const float *p, const cpu_keys *keys, int32_t begin,       \
+        int32_t end, int rows)                                                 \
+    {                                                                          \
+        const int32_t stride = acc_stride_##TYPE(keys->head_dim);              \
+        const int32_t n = keys->head_dim;                                      \
+        int32_t from = 0;                                                      \
+        for (; from + VALUE_VECTORS * LANES <= n;                              \
+             from += VALUE_VECTORS * LANES) {                                  \
+            value_block_##TYPE(acc, stride, p, keys, from, begin, end, rows,   \
+                               VALUE_VECTORS, 0);                              \
+        }                                                                      \
+        for (; from + (FEWEST) * LANES <= n; from += (FEWEST) * LANES) {       \
+            value_block_##TYPE(acc, stride, p, keys, from, begin, end, rows,   \
+                               FEWEST, 0);                                     \
+        }                                                                      \
+        if (from < n) {                                                        \
+            value_block_##TYPE(acc, stride, p, keys, from, begin, end, rows,   \
+                               FEWEST, n - from);                              \
+        }                                                                      \
+    }                                                                          \
+    static void values_##TYPE(float *acc, const float *p,                      \
+                              const cpu_keys *keys, int32_t key_begin,         \
+                              int32_t key_end, int32_t n)                      \
+    {                                                                          \
+        const int32_t stride = acc_stride_##TYPE(keys->head_dim);              \
+        for (; n >= VALUE_ROWS; n -= VALUE_ROWS) {                             \
+            value_rows_##TYPE(acc, p, keys, key_begin, key_end, VALUE_ROWS);   \
+            acc += VALUE_ROWS * stride;                                        \
+            p += VALUE_ROWS * RK_TILE;                                         \
+        }                                                                      \
+        for (; n >= VALUE_ROWS / 2; n -= VALUE_ROWS / 2) {                     \
+            value_rows_##TYPE(acc, p, keys, key_begin, key_end,                \
+                              VALUE_ROWS / 2);                                 \
+            acc += VALUE_ROWS / 2 * stride;                                    \
+            p += VALUE_ROWS / 2 * RK_TILE;                                     \
+        }                                                                      \
+        for (; n > 0; n--) {                                                   \
+            value_rows_##TYPE(acc, p, keys, key_begin, key_end, 1);            \
+            acc += stride;                                                     \
+            p += RK_TILE;                                                      \
+        }                                                                      \
     }
 
 DEFINE_VALUES(f32, 4, 1)
@@ -415,7 +431,8 @@ DEFINE_VALUES(f32, 4, 1)
 DEFINE_VALUES(bf16, 2, 2)
 #endif
 
-/* ---- partial results -------------------------------------------------------- */
+/* ---- partial results --------------------------------------------------------
+ */
 
 static void merge_tile(float *all_acc, cpu_partial *all, const float *part_acc,
                        const cpu_partial *part, int32_t acc_stride)
@@ -459,4 +476,6 @@ static void finish_bf16(void *out, const float *acc, const cpu_partial *all,
         }
     }
 }
+#endif
+
 #endif

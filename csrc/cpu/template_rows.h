@@ -5,6 +5,8 @@
  * straight into the exponent. All lanes see the same operations, a tail is
  * loaded with a mask, so a value has the same bits at every place of a row.
  */
+#ifndef RKSC_CPU_TEMPLATE_ROWS_H
+#define RKSC_CPU_TEMPLATE_ROWS_H
 
 /* e^r = 1 + r (EXP_1 + r (EXP_2 + ...)): least greatest relative error, 1e-7.
  */
@@ -42,18 +44,19 @@ static float exp1(float x)
 
 /* The row in steps of LANES, the last one masked: BODY sees `i` and uses LOAD
  * and STORE with `n_left` elements. */
-#define FOR_LANES(n)                                                          \
-    for (int32_t i = 0, n_left; n_left = (n)-i, n_left > 0; i += LANES)
-#define LOAD(x) (n_left >= LANES ? vf_load((x) + i) : vf_load_n((x) + i, n_left))
-#define LOAD_OR(x, other)                                                     \
-    (n_left >= LANES ? vf_load((x) + i)                                       \
-                     : vf_select_first(n_left, vf_load_n((x) + i, n_left),    \
-                                       other))
-#define STORE_f32(out, v)                                                     \
-    (n_left >= LANES ? vf_store((float *)(out) + i, v)                        \
+#define FOR_LANES(n)                                                           \
+    for (int32_t i = 0, n_left; n_left = (n) - i, n_left > 0; i += LANES)
+#define LOAD(x)                                                                \
+    (n_left >= LANES ? vf_load((x) + i) : vf_load_n((x) + i, n_left))
+#define LOAD_OR(x, other)                                                      \
+    (n_left >= LANES                                                           \
+         ? vf_load((x) + i)                                                    \
+         : vf_select_first(n_left, vf_load_n((x) + i, n_left), other))
+#define STORE_f32(out, v)                                                      \
+    (n_left >= LANES ? vf_store((float *)(out) + i, v)                         \
                      : vf_store_n((float *)(out) + i, v, n_left))
-#define STORE_bf16(out, v)                                                    \
-    (n_left >= LANES ? vf_store_bf16((uint16_t *)(out) + i, v)                \
+#define STORE_bf16(out, v)                                                     \
+    (n_left >= LANES ? vf_store_bf16((uint16_t *)(out) + i, v)                 \
                      : vf_store_bf16_n((uint16_t *)(out) + i, v, n_left))
 
 static float row_sum(const float *x, int32_t n)
@@ -95,41 +98,42 @@ static void row_rope(float *x, const float *cosine, const float *sine,
     }
 }
 
-#define DEFINE_ROWS(TYPE)                                                     \
-    static void row_convert_##TYPE(void *out, const float *x, int32_t n)      \
-    {                                                                         \
-        FOR_LANES(n)                                                          \
-        {                                                                     \
-            STORE_##TYPE(out, LOAD(x));                                       \
-        }                                                                     \
-    }                                                                         \
-    static void row_norm_##TYPE(void *out, const float *x,                    \
-                                const float *weight, float eps, int32_t n)    \
-    {                                                                         \
-        float mean = row_dot(x, x, n) / (float)n;                             \
-        vf scale = vf_set1(1.0f / __builtin_sqrtf(mean + eps));               \
-        FOR_LANES(n)                                                          \
-        {                                                                     \
-            STORE_##TYPE(out, vf_mul(vf_mul(LOAD(x), scale), LOAD(weight)));  \
-        }                                                                     \
-    }                                                                         \
-    static void row_swiglu_##TYPE(void *out, const float *gate,               \
-                                  const float *up, int32_t n)                 \
-    {                                                                         \
-        const vf one = vf_set1(1.0f);                                         \
-        FOR_LANES(n)                                                          \
-        {                                                                     \
-            vf x = LOAD(gate);                                                \
-            vf e = vf_exp(vf_sub(vf_zero(), x));                              \
-            vf y = vf_div(x, vf_add(one, e));                                 \
-            STORE_##TYPE(out, vf_mul(y, LOAD(up)));                           \
-        }                                                                     \
+#define DEFINE_ROWS(TYPE)                                                      \
+    static void row_convert_##TYPE(void *out, const float *x, int32_t n)       \
+    {                                                                          \
+        FOR_LANES(n)                                                           \
+        {                                                                      \
+            STORE_##TYPE(out, LOAD(x));                                        \
+        }                                                                      \
+    }                                                                          \
+    static void row_norm_##TYPE(void *out, const float *x,                     \
+                                const float *weight, float eps, int32_t n)     \
+    {                                                                          \
+        float mean = row_dot(x, x, n) / (float)n;                              \
+        vf scale = vf_set1(1.0f / __builtin_sqrtf(mean + eps));                \
+        FOR_LANES(n)                                                           \
+        {                                                                      \
+            STORE_##TYPE(out, vf_mul(vf_mul(LOAD(x), scale), LOAD(weight)));   \
+        }                                                                      \
+    }                                                                          \
+    static void row_swiglu_##TYPE(void *out, const float *gate,                \
+                                  const float *up, int32_t n)                  \
+    {                                                                          \
+        const vf one = vf_set1(1.0f);                                          \
+        FOR_LANES(n)                                                           \
+        {                                                                      \
+            vf x = LOAD(gate);                                                 \
+            vf e = vf_exp(vf_sub(vf_zero(), x));                               \
+            vf y = vf_div(x, vf_add(one, e));                                  \
+            STORE_##TYPE(out, vf_mul(y, LOAD(up)));                            \
+        }                                                                      \
     }
 
 DEFINE_ROWS(f32)
 DEFINE_ROWS(bf16)
 
-/* ---- logits --------------------------------------------------------------- */
+/* ---- logits ---------------------------------------------------------------
+ */
 
 static float row_max(const float *x, int32_t n)
 {
@@ -193,3 +197,5 @@ static void row_weights(float *out, const float *x, float max, float scale,
         STORE_f32(out, vf_exp(vf_mul(vf_sub(LOAD(x), top), by)));
     }
 }
+
+#endif

@@ -2,9 +2,14 @@
  * an instruction set does its own way for bf16 it names before (kernels_amx.c).
  */
 #if !defined(OWN_PRODUCT_BF16)
+#define SCRATCH_BYTES NULL
+#if HAS_DOT
 #define PACK_ROWS NULL
 #define PACKED_BYTES NULL
-#define SCRATCH_BYTES NULL
+#else
+#define PACK_ROWS split_rows
+#define PACKED_BYTES split_bytes
+#endif
 #endif
 #if !defined(OWN_ATTENTION_BF16)
 #define ACC_STRIDE acc_stride_bf16

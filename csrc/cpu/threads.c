@@ -70,9 +70,9 @@ static void drain(cpu_pool *pool, int32_t thread)
 {
     uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
     while ((uint32_t)word != 0) {
-        if (!atomic_compare_exchange_weak_explicit(
-                &pool->word, &word, word - 1, memory_order_acq_rel,
-                memory_order_acquire)) {
+        if (!atomic_compare_exchange_weak_explicit(&pool->word, &word, word - 1,
+                                                   memory_order_acq_rel,
+                                                   memory_order_acquire)) {
             continue;
         }
         pool->unit(pool->job, pool->n_units - (int32_t)(uint32_t)word, thread);
@@ -88,8 +88,7 @@ static void drain(cpu_pool *pool, int32_t thread)
 
 static bool has_work(cpu_pool *pool)
 {
-    return (uint32_t)atomic_load(&pool->word) != 0 ||
-           atomic_load(&pool->stop);
+    return (uint32_t)atomic_load(&pool->word) != 0 || atomic_load(&pool->stop);
 }
 
 static void wait_for_work(cpu_pool *pool)
@@ -186,8 +185,7 @@ cpu_pool *cpu_pool_create(int n_threads)
     if (posix_memalign((void **)&pool, 128, sizeof *pool) != 0) {
         return NULL;
     }
-    *pool = (cpu_pool){.n_threads = n_threads,
-                       .forks = atomic_load(&n_forks)};
+    *pool = (cpu_pool){.n_threads = n_threads, .forks = atomic_load(&n_forks)};
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done, NULL);

@@ -114,8 +114,7 @@ INLINE vf vf_select_first(int n, vf in, vf out)
 INLINE vf vf_scale(vf p, vf t)
 {
     __m512i shift = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
-    return _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_castps_si512(p), shift));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), shift));
 }
 
 INLINE float vf_first(vf x)
@@ -133,8 +132,8 @@ INLINE v4 vf_sum4(vf a, vf b, vf c, vf d)
                              _mm512_shuffle_f32x4(ab, cd, 0xdd));
     x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
     x = _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
-    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8,
-                                            12, 0, 4, 8, 12);
+    const __m512i first =
+        _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
     return (v4)_mm512_castps512_ps128(_mm512_permutexvar_ps(first, x));
 }
 
@@ -189,8 +188,8 @@ INLINE vf vb_odd(vb x)
 INLINE vb round_bits(vf x)
 {
     __m512i bits = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16),
-                                   _mm512_set1_epi32(1));
+    __m512i odd =
+        _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(
         bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
@@ -200,30 +199,26 @@ INLINE vb round_bits(vf x)
 
 INLINE vb vb_pack(vf even, vf odd)
 {
-    return _mm512_mask_blend_epi16(0xaaaaaaaau,
-                                   _mm512_srli_epi32(round_bits(even), 16),
-                                   round_bits(odd));
+    return _mm512_mask_blend_epi16(
+        0xaaaaaaaau, _mm512_srli_epi32(round_bits(even), 16), round_bits(odd));
 }
 
 INLINE vf vf_load_bf16(const uint16_t *p)
 {
-    __m512i x =
-        _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
 }
 
 INLINE vf vf_load_bf16_n(const uint16_t *p, int n)
 {
     __m256i x = _mm256_maskz_loadu_epi16(first16(n), p);
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
 
 INLINE void vf_store_bf16(uint16_t *p, vf x)
 {
-    _mm256_storeu_si256(
-        (__m256i *)p,
-        _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_bits(x), 16)));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(
+                                          round_bits(x), 16)));
 }
 
 INLINE void vf_store_bf16_n(uint16_t *p, vf x, int n)
