@@ -25,7 +25,7 @@ FLAGS = [
     *("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"),
     "-D_GNU_SOURCE",
 ]
-SANITIZE = ["-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
+SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 ISA_FLAGS = {
