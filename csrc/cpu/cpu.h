@@ -106,7 +106,8 @@ typedef struct cpu_kernels {
 
     /* -- rows of logits */
     /* of n values: maximum, its first index, and over all i, with d = x_i -
-     * max: sum of exp(d) and of d exp(d). index -1: NaN or no maximum. */
+     * max: sum of exp(d) and of d exp(d). max NaN, index -1: a value is NaN
+     * or the maximum infinite; max -inf, index -1: all are -inf. */
     void (*statistics)(float *max, int32_t *index, float *sum, float *dsum,
                        const float *x, int32_t n);
     /* out[i] = exp((x[i] - max) * scale) */

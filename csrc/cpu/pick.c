@@ -137,7 +137,8 @@ typedef struct kept {
 } kept;
 
 typedef struct row_view {
-    const float *logits, *weights; /* (n,) */
+    const float *logits; /* (n,) */
+    float *weights;      /* (n,) */
     int32_t n;
     double *histogram; /* (BUCKETS,) scratch */
 } row_view;
@@ -219,15 +220,22 @@ static double apply_set(const row_view *row, float *weights, const kept *set)
 /* ---- one row
  * -------------------------------------------------------------------- */
 
+static double row_total(const cpu_kernels *kernels, const float *weights,
+                        int32_t n)
+{
+    double total = 0.0;
+    for (int32_t i = 0; i < n; i += RUN) {
+        total += (double)kernels->sum(weights + i, cpu_min(RUN, n - i));
+    }
+    return total;
+}
+
 /* The id at which the running sum of weights passes u * total. */
 static int32_t draw_id(const cpu_kernels *kernels, const float *weights,
                        int32_t n, double u)
 {
-    double total = 0.0, sum = 0.0;
-    for (int32_t i = 0; i < n; i += RUN) {
-        total += (double)kernels->sum(weights + i, cpu_min(RUN, n - i));
-    }
-    const double target = u * total;
+    const double target = u * row_total(kernels, weights, n);
+    double sum = 0.0;
     int32_t last = -1;
     for (int32_t i = 0; i < n; i += RUN) {
         const int32_t end = cpu_min(i + RUN, n);
@@ -250,6 +258,45 @@ static int32_t draw_id(const cpu_kernels *kernels, const float *weights,
     return last;
 }
 
+/* Filters need the largest logits only: ids whose weight is at least a bound,
+ * in their order, if they are sure to hold what top_k or top_p will keep. */
+static bool narrow(const pick_job *job, const rk_draw *draw, row_view *row,
+                   int32_t *ids, float *logits, float *weights, float bound,
+                   double total)
+{
+    int32_t m = 0;
+    for (int32_t i = 0; i < row->n; i++) {
+        ids[m] = i;
+        logits[m] = row->logits[i];
+        weights[m] = row->weights[i];
+        m += row->weights[i] >= bound;
+    }
+    bool enough =
+        draw->top_k > 0 &&
+        draw->top_k<row->n ? m >= draw->top_k
+                           : row_total(job->dev->kernels, weights, m)>(double)
+                draw->top_p *
+            total * (1.0 + 1e-5);
+    if (enough) {
+        *row = (row_view){logits, weights, m, row->histogram};
+    }
+    return enough;
+}
+
+/* Weights of what top_k and top_p do not keep become 0. */
+static void filter(const rk_draw *draw, const row_view *row, double total)
+{
+    kept set = {0, row->n};
+    if (draw->top_k > 0 && draw->top_k < row->n) {
+        set = keep_largest(row, &set, false, (double)draw->top_k);
+        total = apply_set(row, row->weights, &set);
+    }
+    if (draw->top_p < 1.0f) {
+        set = keep_largest(row, &set, true, (double)draw->top_p * total);
+    }
+    apply_set(row, row->weights, &set);
+}
+
 static int32_t sample(const pick_job *job, const rk_draw *draw,
                       const float *logits, float max, int32_t top,
                       void *scratch)
@@ -258,31 +305,30 @@ static int32_t sample(const pick_job *job, const rk_draw *draw,
     const int32_t n = job->dev->config.vocab_size;
     double *histogram = scratch;
     float *weights = (float *)(histogram + BUCKETS);
+    float *few_logits = weights + n, *few_weights = few_logits + n;
+    int32_t *ids = (int32_t *)(few_weights + n);
     const float scale = 1.0f / draw->temperature;
     row_view row = {logits, weights, n, histogram};
-    kept set = {0, n};
+    bool few = false;
     kernels->weights(weights, logits, max, scale < 1e30f ? scale : 1e30f, n);
-    const bool top_k = draw->top_k > 0 && draw->top_k < n;
-    const bool top_p = draw->top_p < 1.0f;
-    if (top_k) {
-        set = keep_largest(&row, &set, false, (double)draw->top_k);
+    if ((draw->top_k > 0 && draw->top_k < n) || draw->top_p < 1.0f) {
+        double total = row_total(kernels, weights, n);
+        few =
+            narrow(job, draw, &row, ids, few_logits, few_weights, 1e-4f,
+                   total) ||
+            narrow(job, draw, &row, ids, few_logits, few_weights, 1e-7f, total);
+        filter(draw, &row, total);
     }
-    if (top_p) {
-        double total = apply_set(&row, weights, &set);
-        set = keep_largest(&row, &set, true, (double)draw->top_p * total);
-    }
-    if (top_k || top_p) {
-        apply_set(&row, weights, &set);
-    }
-    for (int32_t i = 0; draw->min_p > 0.0f && i < n; i++) {
-        /* The largest weight is 1. */
-        if (weights[i] < draw->min_p && i != top) {
-            weights[i] = 0.0f;
+    /* The largest weight is 1. */
+    const float least = draw->min_p < 1.0f ? draw->min_p : 1.0f;
+    for (int32_t i = 0; least > 0.0f && i < row.n; i++) {
+        if (row.weights[i] < least) {
+            row.weights[i] = 0.0f;
         }
     }
-    int32_t token = draw_id(kernels, weights, n,
-                            uniform(draw->seed, draw->stream, draw->position));
-    return token >= 0 ? token : top;
+    int32_t id = draw_id(kernels, row.weights, row.n,
+                         uniform(draw->seed, draw->stream, draw->position));
+    return id < 0 ? top : few ? ids[id] : id;
 }
 
 static void row_unit(void *argument, int32_t unit, int32_t thread)
@@ -336,7 +382,7 @@ void cpu_pick(rk_device *base, rk_pick *out, const float *logits,
 size_t cpu_pick_scratch(const cpu_device *dev)
 {
     return BUCKETS * sizeof(double) +
-           (size_t)dev->config.vocab_size * sizeof(float);
+           4 * (size_t)dev->config.vocab_size * sizeof(float);
 }
 
 size_t cpu_pick_slices_bytes(const cpu_device *dev)

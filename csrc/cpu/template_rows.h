@@ -163,11 +163,8 @@ static void row_statistics(float *max, int32_t *index, float *sum, float *dsum,
     *index = -1;
     *sum = *dsum = 0.0f;
     *max = row_max(x, n);
-    if (row_has_nan(x, n) || !(*max < INFINITY)) {
-        *max = NAN;
-        return;
-    }
-    if (!(*max > -INFINITY)) {
+    if (!(*max > -INFINITY)) { /* nothing but -inf and NaN */
+        *max = row_has_nan(x, n) ? NAN : -INFINITY;
         return;
     }
     const vf top = vf_set1(*max), far = vf_set1(-100.0f);
@@ -181,6 +178,10 @@ static void row_statistics(float *max, int32_t *index, float *sum, float *dsum,
     }
     *sum = vf_sum(s);
     *dsum = vf_sum(ds);
+    if (!(*sum >= 1.0f)) { /* a NaN, or an infinite maximum, spoils the sum */
+        *max = NAN;
+        return;
+    }
     int32_t i = 0;
     while (x[i] != *max) {
         i++;
