@@ -103,7 +103,7 @@ def bench_swiglu(rig: Rig, compute: int) -> None:
 
 
 def bench_attention(rig: Rig, compute: int) -> None:
-    """Prefill of 1,024 tokens in steps of 256; decode of 8 rows, shared or private; verification."""
+    """Prefill of 1,024 tokens in steps of 256; 8 rows of decode, shared or private; verification"""
     shape = rig.shape
     bt, heads, dim = shape.block_tokens, shape.n_heads, shape.head_dim
     trunk = list(range(1024 // bt))
