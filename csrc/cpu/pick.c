@@ -307,16 +307,17 @@ static int32_t sample(const pick_job *job, const rk_draw *draw,
     float *weights = (float *)(histogram + BUCKETS);
     float *few_logits = weights + n, *few_weights = few_logits + n;
     int32_t *ids = (int32_t *)(few_weights + n);
+    static const float bounds[4] = {1e-1f, 1e-3f, 1e-5f, 1e-7f};
     const float scale = 1.0f / draw->temperature;
     row_view row = {logits, weights, n, histogram};
     bool few = false;
     kernels->weights(weights, logits, max, scale < 1e30f ? scale : 1e30f, n);
     if ((draw->top_k > 0 && draw->top_k < n) || draw->top_p < 1.0f) {
         double total = row_total(kernels, weights, n);
-        few =
-            narrow(job, draw, &row, ids, few_logits, few_weights, 1e-4f,
-                   total) ||
-            narrow(job, draw, &row, ids, few_logits, few_weights, 1e-7f, total);
+        for (int i = 0; i < 4 && !few; i++) {
+            few = narrow(job, draw, &row, ids, few_logits, few_weights,
+                         bounds[i], total);
+        }
         filter(draw, &row, total);
     }
     /* The largest weight is 1. */
