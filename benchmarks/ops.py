@@ -80,8 +80,11 @@ def bench_linear(rig: Rig, compute: int) -> None:
             a = act(rng.standard_normal((m, k), np.float32), compute)
             out = np.zeros((m, n), np.float32)
 
-            def run(i: int, a: Array = a, out: Array = out, m: int = m) -> None:
-                rig.linear(out.ctypes.data, a.ctypes.data, c.byref(held[i % copies]), m, False)
+            def run(
+                i: int, a: Array = a, out: Array = out, m: int = m, held: list[native.Matrix] = held
+            ) -> None:
+                w = c.byref(held[i % len(held)])
+                rig.linear(out.ctypes.data, a.ctypes.data, w, m, False)
 
             report(f"linear {m} x {n} x {k}", median(run), 2.0 * m * n * k, one.nbytes)
 

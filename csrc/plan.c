@@ -186,9 +186,8 @@ static void merge(place *places, place *spare, int32_t begin, int32_t middle,
     }
     int32_t left = begin, right = middle;
     for (int32_t i = begin; i < end; i++) {
-        bool from_right =
-            left == middle ||
-            (right < end && after(&places[left], &places[right]));
+        bool from_right = left == middle ||
+                          (right < end && after(&places[left], &places[right]));
         spare[i] = places[from_right ? right++ : left++];
     }
     memcpy(places + begin, spare + begin,
@@ -197,7 +196,7 @@ static void merge(place *places, place *spare, int32_t begin, int32_t middle,
 
 static void sort_places(rk_plan *plan, int32_t n)
 {
-    for (int32_t run = 1; run < n; run = run > n / 2 ? n : run * 2) {
+    for (int32_t run = 1; run<n; run = run> n / 2 ? n : run * 2) {
         for (int32_t begin = 0; n - begin > run;) {
             int32_t middle = begin + run;
             int32_t end = n - middle > run ? middle + run : n;

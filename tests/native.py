@@ -74,7 +74,7 @@ def _object(compiler: list[str], source: Path, headers: bytes) -> Path:
 
 
 def build(*parts: str) -> Path:
-    """Path of a shared library of the named parts of csrc; RuntimeError with the compiler's text."""
+    """Path of a library of the named parts of csrc; RuntimeError with the compiler's text."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     headers = b"".join(p.read_bytes() for p in sorted(SOURCE.rglob("*.h")))
     objects = [_object(compiler, source, headers) for source in _sources(parts)]

@@ -1,4 +1,4 @@
-"""Each op of the CPU backend against plain float64 NumPy, and the identities it promises to the bit.
+"""Each op of the CPU backend against plain float64 NumPy, and the identities that it promises.
 
 Every test runs once for each instruction set of this machine and for float32 and bf16. Seeds are
 the parametrised numbers, so a failure names its own.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes as c
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import native
@@ -37,8 +36,8 @@ NAMES = [f"{native.ISAS[isa]}-{'bf16' if t == RK_BF16 else 'f32'}" for isa, t in
 
 
 @pytest.fixture(params=KINDS, ids=NAMES)
-def kind(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    yield request.param
+def kind(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
 
 
 def close(got: Array, want: Array, bound: Any) -> None:
@@ -46,7 +45,8 @@ def close(got: Array, want: Array, bound: Any) -> None:
     error = np.abs(got.astype(np.float64) - want)
     worst = int(np.argmax(error - bound))
     assert (error <= bound).all(), (
-        f"{got.flat[worst]} for {want.flat[worst]}, bound {np.broadcast_to(bound, want.shape).flat[worst]}"
+        f"{got.flat[worst]} for {want.flat[worst]}, "
+        f"bound {np.broadcast_to(bound, want.shape).flat[worst]}"
     )
 
 
@@ -223,7 +223,7 @@ def test_mean_carries(kind: tuple[int, int]) -> None:
             for i, j in itertools.pairwise(cuts):
                 rig.mean(out.address, total.ctypes.data, x[i:].ctypes.data, j - i, 50)
             results.append(out.get())
-        assert np.array_equal(*results)
+        assert np.array_equal(results[0], results[1])
         close(results[0], x.astype(np.float64).mean(0), 1e-7)
 
 
@@ -259,8 +259,9 @@ def rotate(x: Array, positions: Array, freq: Array, interleaved: bool) -> Array:
     return np.stack([u, v], -1).reshape(x.shape) if interleaved else np.concatenate([u, v], -1)
 
 
-def layer_of(query: Array, key: Array, val: Array, biases: list[Array] | None) -> native.Layer:
+def layer_of(weights: list[Array], biases: list[Array] | None) -> native.Layer:
     made = native.Layer()
+    query, key, val = weights
     q, k, v = biases or (None, None, None)
     made.query, made.key, made.value = matrix(query, q), matrix(key, k), matrix(val, v)
     return made
@@ -285,7 +286,7 @@ def test_qkv(kind: tuple[int, int], m: int, shape: Shape, interleaved: bool) -> 
     with Rig(shape, compute, isa, 2) as rig:
         rig.poison()
         rig.begin(c.byref(plan.batch))
-        layer = layer_of(*weights, biases)
+        layer = layer_of(weights, biases)
         out = act_output((m, heads * dim), compute)
         rig.qkv(out.address, a.ctypes.data, c.byref(layer), 1)
         q = (value(a) @ value(weights[0]).T + biases[0]).reshape(m, heads, dim)
@@ -314,7 +315,7 @@ class Cache:
         eye = act(np.eye(n), compute)
         ends = np.cumsum([shape.n_heads, shape.n_kv_heads]) * shape.head_dim
         self._weights = [np.ascontiguousarray(w) for w in np.split(eye, ends)]
-        self.layer = layer_of(*self._weights, None)
+        self.layer = layer_of(self._weights, None)
         self.facts: dict[tuple[int, int], Array] = {}
 
     def fact(self, block: int, offset: int) -> Array:
@@ -557,7 +558,7 @@ def test_pick_sampling(kind: tuple[int, int], vocab: int) -> None:
     """The token is where the running probability passes the uniform number."""
     isa, compute = kind
     rng = np.random.default_rng(vocab)
-    settings = [
+    settings: list[dict[str, Any]] = [
         {},
         {"top_k": 3},
         {"top_p": 0.7},
@@ -573,7 +574,7 @@ def test_pick_sampling(kind: tuple[int, int], vocab: int) -> None:
     with Rig(Shape(vocab_size=vocab), compute, isa, 2) as rig:
         for trial, extra in enumerate(settings * 4):
             logits = np.round(rng.standard_normal((4, vocab)) * 6).astype(np.float32) / 2
-            fields = {"temperature": 1.0, "seed": 1 << 40 | trial, **extra}
+            fields: dict[str, Any] = {"temperature": 1.0, "seed": 1 << 40 | trial, **extra}
             draws = [draw(stream=3 + i, position=trial, **fields) for i in range(4)]
             for i, one in enumerate(pick(rig, logits, draws)):
                 p = candidates(logits[i].astype(np.float64), draws[i])
@@ -612,21 +613,23 @@ def test_pick_extremes(kind: tuple[int, int]) -> None:
                 assert got[0].token == logits[0].argmax()
 
 
-# ---- creation -------------------------------------------------------------------------------------
+# ---- creation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "field,bad",
-    [("block_tokens", 3), ("block_tokens", 512), ("block_tokens", 0), ("n_blocks", 0)]
-    + [("max_rows", 0), ("head_dim", 7), ("n_kv_heads", 4), ("n_blocks", 1 << 40)],
+    [
+        *(("block_tokens", 3), ("block_tokens", 512), ("block_tokens", 0), ("n_blocks", 0)),
+        *(("max_rows", 0), ("head_dim", 7), ("n_kv_heads", 4), ("n_blocks", 1 << 40)),
+    ],
 )
 def test_create_refuses(field: str, bad: int) -> None:
     with pytest.raises(RuntimeError, match=r"EVALUE|ENOMEM"):
-        Rig(Shape(**{field: bad}), RK_F32, 0)
+        Rig(Shape(**dict[str, Any]({field: bad})), RK_F32, 0)
 
 
 def test_create_needs_address_space() -> None:
-    with pytest.raises(RuntimeError, match="ENOMEM.*KV blocks"):
+    with pytest.raises(RuntimeError, match=r"ENOMEM.*KV blocks"):
         Rig(Shape(n_layers=100000, block_tokens=256, n_blocks=2**31 - 1), RK_F32, 0)
 
 
