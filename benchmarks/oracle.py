@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from as_transformers import as_transformers  # noqa: E402
-from model_files import smollm2  # noqa: E402
-from models import ARCHITECTURES  # noqa: E402
-from reference import log_softmax  # noqa: E402
+from as_transformers import as_transformers
+from model_files import smollm2
+from models import ARCHITECTURES
+from reference import log_softmax
 
-import rksc  # noqa: E402
+import rksc
 
 Logits = NDArray[np.float32]
 N_TOKENS = 512
