@@ -4,7 +4,7 @@
 #   make demo     a small model solves and prints a tree of branches
 #   make test     the whole suite
 #   make dev      the extension in place, warnings as errors (in the active venv, if any)
-#   make lint     ruff, mypy, clang-format
+#   make lint     ruff, mypy, clang-format, the API reference
 #   make clean    what was built; `make clean-venv` also removes .venv
 
 PYTHON ?= python3
@@ -67,6 +67,7 @@ lint:
 	ruff format --check .
 	mypy
 	clang-format --dry-run --Werror $(C_FILES)
+	python docs/make_api.py --check
 
 clean:
 	rm -rf build dist *.egg-info rksc/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
