@@ -24,7 +24,7 @@ from models import ALL, make
 from numpy.typing import NDArray
 from sessions import assert_books, block_bytes, open_session
 
-from rksc import Branch, BranchSession, CapacityError, Generation, Sampling, _core
+from rksc import ASKS, Branch, BranchSession, CapacityError, Generation, Sampling, _core
 
 TIMES = int(os.environ.get("RKSC_EXAMPLES", "1"))
 ALL["long"] = make("long", 40, num_hidden_layers=2, max_position_embeddings=2048)
@@ -254,7 +254,8 @@ def test_evicted_is_never_evicted(temperature: float, isa: str, dtype: str) -> N
 
 Operation = tuple[str, int, int, int]
 OPERATIONS = ("prefill", "fork", "fork_at", "extend", "generate", "sample", "verify", "score",
-              "logits", "hidden", "drop", "stream", "cancel", "invalidate")  # fmt: skip
+              "logits", "hidden", "drop", "stream", "cancel", "invalidate",
+              "similar", "value", "queue")  # fmt: skip
 operations = st.lists(
     st.tuples(
         st.sampled_from(OPERATIONS), st.integers(0, 63), st.integers(0, 63), st.integers(0, 63)
@@ -273,11 +274,13 @@ class Walk:
     branches: list[Branch] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     streams: dict[int, int] = field(default_factory=dict)
+    approximate: dict[int, bool] = field(default_factory=dict)
 
-    def tell(self, branch: Branch, tokens: list[int]) -> None:
+    def tell(self, branch: Branch, tokens: list[int], approximate: bool = False) -> None:
         self.branches.append(branch)
         self.tokens[branch.id] = tokens
         self.streams[branch.id] = branch.stream
+        self.approximate[branch.id] = approximate
 
     def pick(self, i: int, n: int = 1) -> list[Branch]:
         """n different branches from the i-th on, or fewer."""
@@ -289,6 +292,7 @@ class Walk:
         for branch in self.branches:
             assert list(branch.tokens) == self.tokens[branch.id]
             assert branch.stream == self.streams[branch.id]
+            assert branch.approximate == self.approximate[branch.id]
         assert_books(self.session)
 
     def run(self, operation: Operation) -> None:
@@ -316,14 +320,14 @@ class Walk:
         parent = self.pick(a)[0]
         tails = [self._text((b + 5 * k) % 20, c + k) for k in range(1 + c % 4)]
         for kid, tail in zip(parent.fork(tails), tails, strict=True):
-            self.tell(kid, self.tokens[parent.id] + tail)
+            self.tell(kid, self.tokens[parent.id] + tail, parent.approximate)
 
     def _fork_at(self, a: int, b: int, c: int) -> None:
         parent = self.pick(a)[0]
         at = 1 + b % len(self.tokens[parent.id])
         tail = self._text(c % 10, c)
         kid = parent.fork([tail], at=at)[0]
-        self.tell(kid, self.tokens[parent.id][:at] + tail)
+        self.tell(kid, self.tokens[parent.id][:at] + tail, parent.approximate)
 
     def _extend(self, a: int, b: int, c: int) -> None:
         branch = self.pick(a)[0]
@@ -338,6 +342,57 @@ class Walk:
     def _stream(self, a: int, b: int, c: int) -> None:
         branch = self.pick(a)[0]
         branch.stream = self.streams[branch.id] = 2**64 - 1 - b
+
+    def _value(self, a: int, b: int, c: int) -> None:
+        """What RSBCM orders by."""
+        branch = self.pick(a)[0]
+        branch.score = None if b % 4 == 0 else b / 63
+        branch.confidence = None if c % 4 == 0 else c / 63
+
+    def _similar(self, a: int, b: int, c: int) -> None:
+        """ASKS, with a gate that opens, one that stays shut, and one that may do either."""
+        root, layers = self.pick(a)[0], self.session.config.n_layers
+        probe: Any = ("prefix", "suffix")[c % 2]
+        self.session.asks = ASKS(
+            uncentered=True, guard=None, tau=(-2.0, 2.0, 0.7)[b % 3], probe=probe,
+            pool="mean" if probe == "prefix" and c % 4 == 0 else "last",
+            probe_layers=1 + b % layers,
+        )  # fmt: skip
+        text = self.tokens[root.id]
+        own, suffix = text[: b % len(text)] + self._text(1 + c, b), self._text(1 + b % 9, c)
+        branch = self.session.prefill(own, similar_to=root, suffix=suffix)
+        if branch.gate.accepted:
+            approximate = root.approximate or branch.gate.reason != "equal"
+            self.tell(branch, text + suffix, approximate)
+        else:
+            self.tell(branch, own + suffix)
+        assert branch.prompt.tolist() == own
+
+    def _queue(self, a: int, b: int, c: int) -> None:
+        """Requests that share steps; one branch is dropped in the middle."""
+        chosen, n = self.pick(a, 3), 1 + b % 10
+        sampling = Sampling(temperature=float(c % 2), seed=b)
+        before = {branch.id: list(self.tokens[branch.id]) for branch in chosen}
+        for branch in chosen:
+            self.session.submit(branch, n, sampling, stop_ids=())
+        made: dict[int, list[int]] = {branch.id: [] for branch in chosen}
+        step = 0
+        try:
+            while self.session.n_requests:
+                if step == c % 8 and len(chosen) == 3:
+                    self.branches.remove(chosen[1])
+                    chosen.pop(1).drop()
+                for token in self.session.step():
+                    made[token.branch.id] += [token.token] if token.token >= 0 else []
+                step += 1
+        finally:
+            for request in list(self.session._requests):
+                self.session.cancel(request)
+            for branch in chosen:
+                self.tokens[branch.id] += made[branch.id]
+        for branch in chosen:
+            expected = self.alone.generate(before[branch.id], n, sampling, branch.stream)
+            assert made[branch.id] == expected.tokens.tolist()
 
     def _invalidate(self, a: int, b: int, c: int) -> None:
         self.session.invalidate()
