@@ -48,7 +48,8 @@ def _branch(
     last = node is siblings[-1]
     children = solution.children(node)
     best = node is solution.best
-    head = [(indent + ("└─" if last else "├─"), _DIM), (f" {node.id:<2}", "")]
+    id_width = len(str(len(solution.nodes) - 1)) + 1
+    head = [(indent + ("└─" if last else "├─"), _DIM), (f" {node.id:<{id_width}}", "")]
     head.append(("★ " if best else "· " if node.kept else "  ", _YELLOW))
     head += _marks(node)
     lines.append(clip_painted(head, width, paint))

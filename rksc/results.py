@@ -33,6 +33,13 @@ class Generation:
     text: str | None = None
     """Decoded tokens, without the stop string; None in a session without a tokenizer."""
 
+    def __repr__(self) -> str:
+        confidence = "None" if self.confidence is None else f"{self.confidence:.3f}"
+        return (
+            f"<rksc.Generation of branch {self.branch.id}: {len(self.tokens)} tokens, "
+            f"{self.finish_reason!r}, confidence {confidence}, text {self.text!r}>"
+        )
+
 
 @dataclass(frozen=True)
 class Token:
