@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -111,6 +112,10 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
     ValueError names the file, and the tensor, key or field, that is wrong, missing or not
     supported; there is never a partial model.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a Path, got {path!r}")
+    if tokenizer not in (None, False) and not callable(getattr(tokenizer, "token_bytes", None)):
+        raise TypeError(f"tokenizer must be a rksc.Tokenizer, None or False, got {tokenizer!r}")
     path = Path(path)
     if path.is_dir():
         weights, config, own = _load_folder(path)

@@ -18,6 +18,11 @@ def _check(condition: bool, field: str, value: object, expected: str) -> None:
         raise ValueError(f"{field} must be {expected}, got {value!r}")
 
 
+def _number(field: str, value: object, expected: str) -> None:
+    real = isinstance(value, (int, float, np.integer, np.floating))
+    _check(real and math.isfinite(value), field, value, expected)  # type: ignore[arg-type]
+
+
 def _unit(field: str, value: float) -> None:
     _check(isinstance(value, (int, float)) and 0 <= value <= 1, field, value, "in [0, 1]")
 
@@ -40,10 +45,8 @@ class Sampling:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        _check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature", self.temperature, "a finite number >= 0",
-        )  # fmt: skip
+        _number("temperature", self.temperature, "a finite number >= 0")
+        _check(self.temperature >= 0, "temperature", self.temperature, "a finite number >= 0")
         _check(
             isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0,
             "top_k", self.top_k, "an int >= 0",
@@ -86,8 +89,8 @@ class ASKS:
     uncentered: bool = False
 
     def __post_init__(self) -> None:
-        _check(math.isfinite(self.tau), "tau", self.tau, "a finite number")
-        _check(math.isfinite(self.alpha), "alpha", self.alpha, "a finite number")
+        _number("tau", self.tau, "a finite number")
+        _number("alpha", self.alpha, "a finite number")
         _check(self.probe in ("prefix", "suffix"), "probe", self.probe, '"prefix" or "suffix"')
         _check(self.pool in ("mean", "last"), "pool", self.pool, '"mean" or "last"')
         _check(
@@ -107,7 +110,10 @@ class ASKS:
                 "center=session.layer_means(prompts), or take ASKS.paper() knowingly"
             )
         if self.center is not None:
-            center = np.ascontiguousarray(self.center, np.float32)
+            try:
+                center = np.ascontiguousarray(self.center, np.float32)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"center must be an array (layers, width): {error}") from None
             _check(
                 center.ndim == 2 and bool(np.isfinite(center).all()),
                 "center", self.center, "a finite array (layers, width)",
@@ -164,7 +170,8 @@ class CGEE:
             _check(isinstance(value, int) and value >= 1, field, value, "an int >= 1")
         for field in ("theta", "epsilon"):
             value = getattr(self, field)
-            _check(value >= 0, field, value, "a number >= 0")  # NaN fails
+            real = isinstance(value, (int, float, np.integer, np.floating))
+            _check(real and value >= 0, field, value, "a number >= 0")  # NaN fails
         _check(self.lens in (None, "answer", "full"), "lens", self.lens, '"answer", "full" or None')
 
     @classmethod

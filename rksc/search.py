@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .options import Sampling
 from .prompts import INSTRUCTION, VALUE, Wordings
 from .session import BranchSession, mark
-from .solve import Node, Run, Solution
+from .solve import Node, Run, Solution, session_of
 
 if TYPE_CHECKING:
     from .load import Model
@@ -45,9 +47,9 @@ def search(
     among finished answers and the last level. Other settings as in `rksc.solve`.
     """
     for name, value in (("expand", expand), ("depth", depth), ("beam", beam)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    session = model if isinstance(model, BranchSession) else model.session()
+    session = session_of(model, problem, extract)
     words = Wordings(session, instruction, system, verify_prompt)
     sampling = Sampling(temperature=0.7) if sampling is None else sampling
     answers, question = words.answers(yes, no), words.verification()

@@ -10,7 +10,7 @@ import math
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,11 +86,12 @@ class BranchSession(_core.Session):
     weights: {Hugging Face tensor name: any object with __dlpack__}; used in place where
     dtype and layout fit. config: ModelConfig, a config.json's dict or a Hugging Face config.
     dtype: of products' inputs and KV; None takes bfloat16 for bfloat16 weights, else float32.
-    kv_bytes: the budget of all KV. tokenizer: allows text wherever
-    tokens are taken. asks: sharing between wordings (None: exact tokens only); can be set
-    later, because its centre comes from `layer_means`. cgee: how much to verify (None: all,
-    in full). step_tokens: tokens that go through the model at once at most. share=False turns
-    the prefix index off, to measure what it brings; isa, hash_bits and poison are for tests.
+    kv_bytes: the budget of all KV. tokenizer: allows text wherever the session takes tokens;
+    `Branch.fork` and `Branch.extend` take ids (`encode` makes them). asks: sharing between
+    wordings (None: exact tokens only); can be set later, because its centre comes from
+    `layer_means`. cgee: how much to verify (None: all, in full). step_tokens: tokens that go
+    through the model at once at most. share=False turns the prefix index off, to measure what
+    it brings; isa, hash_bits and poison are for tests.
     """
 
     tokenizer: Tokenizer | None
@@ -123,7 +124,8 @@ class BranchSession(_core.Session):
     ) -> BranchSession:
         for name, value, kind in (("cgee", cgee, CGEE), ("rsbcm", rsbcm, RSBCM)):
             if not isinstance(value, kind) and not (name == "cgee" and value is None):
-                raise ValueError(f"{name} must be rksc.{kind.__name__}, got {value!r}")
+                none = " or None" if name == "cgee" else ""
+                raise ValueError(f"{name} must be rksc.{kind.__name__}{none}, got {value!r}")
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
             raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
         config = ModelConfig.of(config)
@@ -152,6 +154,14 @@ class BranchSession(_core.Session):
         self._stepping = threading.RLock()
         self.asks = asks
         return self
+
+    def __repr__(self) -> str:
+        c, s = self.config, self.stats()
+        return (
+            f"<rksc.BranchSession {c.architecture}, {c.n_layers} layers of width {c.width}, "
+            f"{self.dtype} on {self.isa}, {self.n_threads} threads, {s.branches} branches, "
+            f"{s.blocks_used} of {s.blocks_total} KV blocks in use>"
+        )
 
     @property
     def asks(self) -> ASKS | None:
@@ -270,7 +280,7 @@ class BranchSession(_core.Session):
         """
         if pool not in ("mean", "last"):
             raise ValueError(f'pool must be "mean" or "last", got {pool!r}')
-        if isinstance(prompts, str) or not len(prompts):
+        if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
             raise ValueError(f"prompts must be a sequence of at least one, got {prompts!r}")
         rows = [np.asarray(self.encode(p, bos=None, field="prompts")) for p in prompts]
         if any(row.ndim != 1 or not len(row) for row in rows):
@@ -306,6 +316,8 @@ class BranchSession(_core.Session):
         """
         branches = _as_list(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be None or a callable, got {progress!r}")
         if progress is not None:
             return self._generate_by_steps(branches, plan, progress)
         rows = self._generate(branches, *plan.arguments())
@@ -323,6 +335,9 @@ class BranchSession(_core.Session):
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be rksc.Sampling or None, got {sampling!r}")
+        for name, value in (("stop", stop), ("stop_ids", () if stop_ids is None else stop_ids)):
+            if not isinstance(value, Iterable):
+                raise TypeError(f"{name} must be a sequence, got {value!r}")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         for text in stops:
             if not isinstance(text, str) or not text:
@@ -556,10 +571,11 @@ class BranchSession(_core.Session):
             raise ValueError(f"{field}={token!r} is {len(ids)} tokens {ids}, not one")
         return int(ids[0])
 
-    def select(self, branches: Sequence[Branch]) -> Branch:
+    def select(self, branches: Branch | Sequence[Branch]) -> Branch:
         """The verified branch with the largest score * sqrt(confidence); where none is verified
         the one with the largest confidence. The first on a tie; no confidence counts as 1."""
-        if not len(branches):
+        branches = _as_list(branches)
+        if not branches:
             raise ValueError("branches: nothing to select from")
         verified = [branch for branch in branches if branch.score is not None]
         # max keeps the first on a tie
@@ -636,7 +652,11 @@ class _Request:
 
 
 def _as_list(branches: Branch | Sequence[Branch]) -> list[Branch]:
-    return [branches] if isinstance(branches, Branch) else list(branches)
+    if isinstance(branches, Branch):
+        return [branches]
+    if not isinstance(branches, Iterable):
+        raise TypeError(f"branches must be a rksc.Branch or a sequence of them, got {branches!r}")
+    return list(branches)
 
 
 def _common(rows: list[NDArray[Any]]) -> int:

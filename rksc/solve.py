@@ -202,7 +202,7 @@ def solve(
     from the best text to the answer (None: `final_answer`). progress: None shows a bar on a
     terminal. What is verified, skipped and exited is the session's `cgee`.
     """
-    session = model if isinstance(model, BranchSession) else model.session()
+    session = session_of(model, problem, extract)
     words = Wordings(session, instruction, system, verify_prompt)
     plans = _as_approaches(approaches)
     sampling = Sampling(temperature=0.7) if sampling is None else sampling
@@ -221,17 +221,36 @@ def solve(
         return run.solution(nodes, extract)
 
 
+def session_of(
+    model: Model | BranchSession, problem: str, extract: Callable[[str], str] | None
+) -> BranchSession:
+    """The session that solve and search run on, once what they are given is of the right kind."""
+    if not isinstance(problem, str):
+        raise TypeError(f"problem must be a str, got {problem!r}")
+    if extract is not None and not callable(extract):
+        raise TypeError(f"extract must be None or a callable, got {extract!r}")
+    if isinstance(model, BranchSession):
+        return model
+    if not callable(getattr(model, "session", None)):
+        raise TypeError(
+            f"model must be a rksc.Model (of rksc.load) or a rksc.BranchSession, got {model!r}"
+        )
+    return model.session()
+
+
 def _as_approaches(approaches: int | Sequence[str | Approach]) -> list[Approach]:
     if isinstance(approaches, (int, np.integer)):
         if approaches < 1:
             raise ValueError(f"approaches must be at least 1, got {approaches}")
         return [Approach()] * int(approaches)
-    if isinstance(approaches, (str, Approach)) or not approaches:
+    if not isinstance(approaches, Sequence) or isinstance(approaches, str) or not approaches:
         raise ValueError(f"approaches must be a number or a non-empty list, got {approaches!r}")
     made = [Approach(suffix=a) if isinstance(a, str) else a for a in approaches]
     for plan in made:
         if not isinstance(plan, Approach):
             raise ValueError(f"approaches: {plan!r} is neither a str nor a rksc.Approach")
+        if not isinstance(plan.suffix, str) or not isinstance(plan.prompt, (str, type(None))):
+            raise ValueError(f"approaches: prompt and suffix must be texts, got {plan!r}")
     return made
 
 

@@ -172,6 +172,8 @@ class Tokenizer:
         special: write special tokens out? start: do the ids begin a text? Then the space
         that SentencePiece models put before it is dropped.
         """
+        if isinstance(ids, str) or not isinstance(ids, Iterable):
+            raise TypeError(f"ids must be a sequence of token ids, got {ids!r}")
         text = b"".join(self._bytes_of(i, special) for i in ids).decode(errors="replace")
         return text[1:] if start and self._strips_space and text.startswith(" ") else text
 
