@@ -26,10 +26,10 @@
 #include <string.h>
 
 /* Identities that are no history. */
-#define UNKNOWN UINT64_C(0)    /* not published (yet) */
-#define ROOT UINT64_C(1)       /* what comes before position 0 */
+#define UNKNOWN UINT64_C(0) /* not published (yet) */
+#define ROOT UINT64_C(1)    /* what comes before position 0 */
 #define FIRST_HISTORY UINT64_C(2)
-#define BARRED UINT64_MAX      /* in use when the index was forgotten */
+#define BARRED UINT64_MAX /* in use when the index was forgotten */
 
 typedef struct block {
     uint64_t identity; /* of the history up to this block's end */
@@ -48,8 +48,8 @@ struct rk_kv {
     size_t chain_mask; /* a power of two, minus 1 */
     uint64_t hash_mask;
     uint64_t next_identity;
-    int32_t n_touched; /* blocks at and above were never handed out */
-    int32_t freed;     /* block + 1 */
+    int32_t n_touched;      /* blocks at and above were never handed out */
+    int32_t freed;          /* block + 1 */
     int32_t oldest, newest; /* of the cached; block + 1 */
     int32_t n_used, n_cached, n_shared, peak_used;
     int64_t n_reclaimed;
@@ -88,8 +88,8 @@ rk_status rk_kv_create(rk_kv **out, int32_t n_blocks, int32_t block_tokens,
         hash_bits == 64 ? UINT64_MAX : (UINT64_C(1) << hash_bits) - 1;
     kv->next_identity = FIRST_HISTORY;
     kv->blocks = calloc((size_t)n_blocks, sizeof *kv->blocks);
-    kv->tokens = calloc((size_t)n_blocks,
-                        (size_t)block_tokens * sizeof *kv->tokens);
+    kv->tokens =
+        calloc((size_t)n_blocks, (size_t)block_tokens * sizeof *kv->tokens);
     kv->chains = calloc(n_chains, sizeof *kv->chains);
     if (kv->blocks == NULL || kv->tokens == NULL || kv->chains == NULL) {
         goto fail;
@@ -268,8 +268,7 @@ bool rk_kv_writable(const rk_kv *kv, int32_t id)
 
 /* ---- histories ----------------------------------------------------------- */
 
-void rk_kv_publish(rk_kv *kv, int32_t before, int32_t id,
-                   const int32_t *tokens)
+void rk_kv_publish(rk_kv *kv, int32_t before, int32_t id, const int32_t *tokens)
 {
     block *b = &kv->blocks[id];
     uint64_t history = before < 0 ? ROOT : kv->blocks[before].identity;
@@ -386,10 +385,9 @@ static rk_status check_lists(audit *a, rk_error *err)
         }
         const block *b = &kv->blocks[link - 1];
         if (b->refs != 0 || b->indexed || b->identity != UNKNOWN) {
-            return rk_fail(err, RK_ESTATE,
-                           "KV block %d is free with %d references%s",
-                           (int)link - 1, (int)b->refs,
-                           b->indexed ? " and an entry" : "");
+            return rk_fail(
+                err, RK_ESTATE, "KV block %d is free with %d references%s",
+                (int)link - 1, (int)b->refs, b->indexed ? " and an entry" : "");
         }
         a->n_freed++;
     }

@@ -28,8 +28,8 @@ typedef struct rk_options {
     int32_t step_tokens;  /* rows of a step at most; prefill goes in chunks */
     bool share; /* false: no prefix index, no merging of equal rows; forks still
                  * share. For measuring what sharing brings. */
-    int hash_bits;        /* 64; tests: 0 */
-    bool poison;          /* tests: fill blocks with NaN when allocated */
+    int hash_bits;              /* 64; tests: 0 */
+    bool poison;                /* tests: fill blocks with NaN when allocated */
     rk_interrupted interrupted; /* may be NULL */
     void *context;
 } rk_options;

@@ -59,7 +59,7 @@ def run(code: str) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0 and not done.stderr, done.stderr  # noqa: PT018
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")

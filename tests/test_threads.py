@@ -274,7 +274,7 @@ def interrupt(seconds: float = 0.15) -> Iterator[None]:
     timer.start()
     begin = time.monotonic()
     try:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt):
             yield
             time.sleep(1)  # a call that ended before the signal: it comes here
             pytest.fail("the call was too short to be interrupted")
