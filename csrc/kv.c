@@ -38,6 +38,7 @@ typedef struct block {
     int32_t next;         /* in its chain, or in `freed`; block + 1 */
     int32_t older, newer; /* neighbours among the cached; block + 1 */
     bool indexed;         /* owns an entry */
+    bool marked;          /* the caller's business */
 } block;
 
 struct rk_kv {
@@ -260,35 +261,54 @@ int32_t rk_kv_refs(const rk_kv *kv, int32_t id)
     return kv->blocks[id].refs;
 }
 
-bool rk_kv_writable(const rk_kv *kv, int32_t id)
+bool rk_kv_mark(rk_kv *kv, int32_t id, bool mark)
+{
+    bool changed = kv->blocks[id].marked != mark;
+    kv->blocks[id].marked = mark;
+    return changed;
+}
+
+bool rk_kv_writable(const rk_kv *kv, int32_t id, int32_t holders)
 {
     const block *b = &kv->blocks[id];
-    return b->refs == 1 && (b->identity == UNKNOWN || b->identity == BARRED);
+    return b->refs == holders &&
+           (b->identity == UNKNOWN || b->identity == BARRED);
+}
+
+void rk_kv_withdraw(rk_kv *kv, int32_t id)
+{
+    if (kv->blocks[id].indexed) {
+        index_remove(kv, id);
+    }
+    kv->blocks[id].identity = UNKNOWN;
 }
 
 /* ---- histories ----------------------------------------------------------- */
 
-void rk_kv_publish(rk_kv *kv, int32_t before, int32_t id, const int32_t *tokens)
+int32_t rk_kv_publish(rk_kv *kv, int32_t before, int32_t id,
+                      const int32_t *tokens)
 {
     block *b = &kv->blocks[id];
     uint64_t history = before < 0 ? ROOT : kv->blocks[before].identity;
     if (history == UNKNOWN || history == BARRED || b->identity != UNKNOWN) {
-        return;
+        return id;
     }
     int32_t twin = find(kv, history, tokens);
     if (twin < 0) {
         b->identity = kv->next_identity++;
         index_add(kv, id, history, tokens);
-        return;
+        return id;
     }
     b->identity = kv->blocks[twin].identity;
-    if (kv->blocks[twin].refs == 0) {
-        /* Two copies and nobody reads the cached one: keep the one in use. */
-        cached_remove(kv, twin);
-        index_remove(kv, twin);
-        freed_push(kv, twin);
-        index_add(kv, id, history, tokens);
+    if (kv->blocks[twin].refs > 0) {
+        return twin;
     }
+    /* Two copies and nobody reads the cached one: keep the one in use. */
+    cached_remove(kv, twin);
+    index_remove(kv, twin);
+    freed_push(kv, twin);
+    index_add(kv, id, history, tokens);
+    return id;
 }
 
 /* The walk of match and lookup; blocks NULL: only count. */

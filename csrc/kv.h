@@ -40,19 +40,26 @@ void rk_kv_ref(rk_kv *kv, int32_t block);
  * a branch's blocks from the last to the first, so that leaves age first. */
 void rk_kv_unref(rk_kv *kv, int32_t block);
 int32_t rk_kv_refs(const rk_kv *kv, int32_t block);
-/* May its only holder overwrite it? Not when others hold it, nor when it was
- * published: a branch that was forked or truncated inside a published block
- * has to go on in a copy, even when it is the last one that holds it. */
-bool rk_kv_writable(const rk_kv *kv, int32_t block);
+/* Set or clear a mark of the caller's; was it other than that before? */
+bool rk_kv_mark(rk_kv *kv, int32_t block, bool mark);
+/* May `holders` branches, which all write the same into it, overwrite it? Not
+ * when others hold it, nor when it was published: a branch that was forked or
+ * truncated inside a published block has to go on in a copy, even when it is
+ * the last one that holds it. */
+bool rk_kv_writable(const rk_kv *kv, int32_t block, int32_t holders);
+/* Take a block in use out of the index, so that its holders may overwrite it.
+ * What was published after it is not found any more. */
+void rk_kv_withdraw(rk_kv *kv, int32_t block);
 
 /* Enter a full block into the index. `before` is the preceding block of the
  * same branch (-1 at position 0) and must have been published, else this does
  * nothing. When an equal history is already indexed, the block takes over its
  * identity (its successors are found) without an entry of its own; only where
  * the equal one is cached, the block gets its entry and the cached one becomes
- * free. */
-void rk_kv_publish(rk_kv *kv, int32_t before, int32_t block,
-                   const int32_t *tokens);
+ * free. Returns the equal one in use, else `block`: who refers to that one
+ * instead keeps a single copy. */
+int32_t rk_kv_publish(rk_kv *kv, int32_t before, int32_t block,
+                      const int32_t *tokens);
 
 /* The longest indexed prefix of tokens[0 .. n_tokens), whole blocks, at most
  * max_blocks. Takes a reference on each block found; returns how many. */

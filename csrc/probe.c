@@ -146,7 +146,7 @@ rk_status rk_session_prompt_means(rk_session *s, const int32_t *tokens,
         }
         probe_free(&p);
     }
-    rk_session_drop(s, branch);
+    rk_tree_drop(&s->tree, branch);
     return status;
 }
 
@@ -281,19 +281,42 @@ static difference differing(const rk_branch *root, const int32_t *tokens,
 
 /* ---- the two probes ------------------------------------------------------ */
 
+/* A child of the root. approximate: it stands for another wording. */
 static rk_status share(rk_session *s, rk_branch **out, rk_branch *root,
-                       const int32_t *suffix, int32_t n_suffix, bool equal,
-                       rk_error *err)
+                       const int32_t *suffix, int32_t n_suffix,
+                       bool approximate, rk_error *err)
 {
-    rk_status status = rk_session_check_tokens(s, "suffix", suffix, n_suffix,
-                                               root->n_tokens, err);
-    if (status == RK_OK) {
-        status =
-            rk_session_fork(s, out, root, -1, 1,
-                            (const int32_t *const[]){suffix}, &n_suffix, err);
-    }
-    if (status == RK_OK && !equal) {
+    rk_status status = rk_session_fork(
+        s, out, root, -1, 1, (const int32_t *const[]){suffix}, &n_suffix, err);
+    if (status == RK_OK && approximate) {
         (*out)->approximate = true;
+    }
+    return status;
+}
+
+/* The own rows from `first` on: the gate's layers, then what its decision
+ * asks for. */
+static rk_status probe_own(probe *p, rk_branch **out, rk_branch *root,
+                           rk_branch *own, int32_t first, int32_t begin,
+                           int32_t end, const int32_t *suffix, int32_t n_suffix,
+                           const rk_asks *asks, const double *weights,
+                           rk_gate_report *report, rk_error *err)
+{
+    rk_session *s = p->s;
+    int32_t layer = 0;
+    rk_status status = probe_prefix(p, own, first, begin, end, asks, weights,
+                                    report, &layer, err);
+    if (status == RK_OK && report->gate == RK_GATE_ACCEPTED) {
+        return share(s, out, root, suffix, n_suffix, true, err);
+    }
+    if (status == RK_OK) {
+        status = run_rows(p, own, first, layer, s->model.config.n_layers, err);
+    }
+    own->n_computed = first;
+    if (status == RK_OK) {
+        s->stats.tokens_reused += first;
+        s->stats.tokens_computed += own->n_tokens - first;
+        rk_tree_commit(&s->tree, own, own->n_tokens);
     }
     return status;
 }
@@ -307,43 +330,30 @@ static rk_status by_prefix(rk_session *s, rk_branch **out, rk_branch *root,
     difference d = differing(root, own->tokens, own->n_tokens, asks->pool_mean);
     int32_t own_begin = d.begin < 0 ? d.own_end - 1 : d.begin;
     int32_t root_begin = d.begin < 0 ? d.root_end - 1 : d.begin;
-    /* The decision must not depend on what the index happens to hold. */
-    if (own->n_computed > own_begin) {
-        rk_tree_release(&s->tree, own, own_begin);
-    }
-    int32_t first = own->n_computed, layer = 0;
     probe p;
     rk_status status =
         probe_create(&p, s, asks->probe_layers, asks->center, err);
     if (status != RK_OK) {
         return status;
     }
-    p.held = s->device->ops->alloc(
-        s->device, (size_t)(own->n_tokens - first) *
-                       (size_t)s->model.config.width * sizeof(float));
-    status =
-        p.held != NULL ? RK_OK : rk_fail(err, RK_ENOMEM, "no memory to probe");
-    own->pins++;
-    root->pins++;
+    status = root_means(&p, root, root_begin, d.root_end, report, err);
+    /* The decision must not depend on what the index happens to hold. */
+    rk_tree_release(&s->tree, own, own_begin);
+    int32_t first = own->n_computed;
     if (status == RK_OK) {
-        status = root_means(&p, root, root_begin, d.root_end, report, err);
-    }
-    if (status == RK_OK) {
-        status = probe_prefix(&p, own, first, own_begin, d.own_end, asks,
-                              weights, report, &layer, err);
-    }
-    if (status == RK_OK && report->gate == RK_GATE_ACCEPTED) {
-        status = share(s, out, root, suffix, n_suffix, false, err);
-    } else if (status == RK_OK) {
-        status = run_rows(&p, own, first, layer, s->model.config.n_layers, err);
-        own->n_computed = first;
-        if (status == RK_OK) {
-            s->stats.tokens_computed += own->n_tokens - first;
-            rk_tree_commit(&s->tree, own, own->n_tokens);
+        p.held = s->device->ops->alloc(
+            s->device, (size_t)(own->n_tokens - first) *
+                           (size_t)s->model.config.width * sizeof(float));
+        if (p.held == NULL) {
+            status = rk_fail(err, RK_ENOMEM, "no memory to probe");
         }
     }
-    root->pins--;
-    own->pins--;
+    if (status == RK_OK) {
+        own->pins++;
+        status = probe_own(&p, out, root, own, first, own_begin, d.own_end,
+                           suffix, n_suffix, asks, weights, report, err);
+        own->pins--;
+    }
     probe_free(&p);
     return status;
 }
@@ -354,7 +364,7 @@ static rk_status by_suffix(rk_session *s, rk_branch **out, rk_branch *root,
                            rk_gate_report *report, rk_error *err)
 {
     rk_branch *child = NULL;
-    rk_status status = share(s, &child, root, suffix, n_suffix, false, err);
+    rk_status status = share(s, &child, root, suffix, n_suffix, true, err);
     if (status != RK_OK) {
         return status;
     }
@@ -381,7 +391,7 @@ static rk_status by_suffix(rk_session *s, rk_branch **out, rk_branch *root,
     if (status == RK_OK && report->gate == RK_GATE_ACCEPTED) {
         *out = child;
     } else {
-        rk_session_drop(s, child);
+        rk_tree_drop(&s->tree, child);
     }
     return status;
 }
@@ -447,8 +457,11 @@ rk_status rk_session_prefill_similar(rk_session *s, rk_branch **out,
         report->equal = true;
         report->gate = RK_GATE_ACCEPTED;
         report->sigma = 1.0;
-        return share(s, out, root, suffix, n_suffix, true, err);
+        return share(s, out, root, suffix, n_suffix, false, err);
     }
+    /* On a longer root there may be no position left for the suffix. */
+    allowed =
+        allowed && n_suffix <= s->model.config.max_positions - root->n_tokens;
     rk_branch *own = NULL;
     int32_t n_reused = 0;
     status = rk_tree_add(&s->tree, &own, tokens, n_tokens, &n_reused, err);
@@ -458,24 +471,24 @@ rk_status rk_session_prefill_similar(rk_session *s, rk_branch **out,
     }
     if (status == RK_OK && *out == NULL) {
         /* Rejected or not allowed: everything is its own. */
+        int32_t n_kept = own->n_computed;
         status = rk_session_compute(s, &own, 1, err);
         if (status == RK_OK) {
             status = rk_branch_append(own, suffix, n_suffix, err);
         }
         if (status == RK_OK) {
+            s->stats.tokens_reused += n_kept < n_tokens ? n_kept : 0;
             own->n_prompt = own->n_tokens;
             *out = own;
             own = NULL;
         }
     }
     if (own != NULL) {
-        rk_session_drop(s, own);
+        rk_tree_drop(&s->tree, own);
     }
     if (status == RK_OK) {
         *(report->gate == RK_GATE_ACCEPTED ? &s->stats.gate_accepted
                                            : &s->stats.gate_rejected) += 1;
-        s->stats.tokens_reused +=
-            report->gate == RK_GATE_ACCEPTED ? 0 : n_reused;
     }
     return status;
 }

@@ -54,12 +54,38 @@ static void request_unlink(rk_scheduler *scheduler, rk_request *request)
     request_free(request);
 }
 
+static bool has_ended(const rk_scheduler *scheduler, const rk_request *request)
+{
+    bool ended = request->finish != RK_FINISH_NONE;
+    for (const rk_request *r = scheduler->first;
+         ended && request->group != 0 && r != NULL; r = r->next) {
+        ended = r->group != request->group || r->finish != RK_FINISH_NONE;
+    }
+    return ended;
+}
+
+/* Free the records of lone requests and of whole groups that have ended. Not
+ * before the next submission or step: a caller may have to undo them. */
+static void sweep(rk_scheduler *scheduler)
+{
+    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+        r->spent = has_ended(scheduler, r);
+    }
+    for (rk_request *r = scheduler->first, *next; r != NULL; r = next) {
+        next = r->next;
+        if (r->spent) {
+            request_unlink(scheduler, r);
+        }
+    }
+}
+
 void rk_scheduler_free(rk_scheduler *scheduler)
 {
     while (scheduler->first != NULL) {
         request_unlink(scheduler, scheduler->first);
     }
     free(scheduler->events);
+    free(scheduler->confidence);
     *scheduler = (rk_scheduler){0};
 }
 
@@ -123,22 +149,30 @@ static rk_status make_window(rk_request *request, int32_t vocab_size,
                : rk_fail(err, RK_ENOMEM, "no memory for a request");
 }
 
-/* Room for two events of every request, so that a step allocates nothing. */
-static rk_status make_event_room(rk_scheduler *scheduler, rk_error *err)
+/* Room for one more request, so that a step allocates nothing. */
+static rk_status make_room(rk_scheduler *scheduler, rk_error *err)
 {
     int32_t n = 1;
     for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
         n++;
     }
-    if (2 * n > scheduler->events_capacity) {
-        rk_token *grown =
-            realloc(scheduler->events, (size_t)n * 4 * sizeof *grown);
-        if (grown == NULL) {
-            return rk_fail(err, RK_ENOMEM, "no memory for a request");
-        }
-        scheduler->events = grown;
-        scheduler->events_capacity = 4 * n;
+    if (n <= scheduler->capacity) {
+        return RK_OK;
     }
+    size_t wanted = 2 * (size_t)n;
+    rk_token *events = realloc(scheduler->events, 2 * wanted * sizeof *events);
+    if (events != NULL) {
+        scheduler->events = events;
+    }
+    double *confidence =
+        realloc(scheduler->confidence, wanted * sizeof *confidence);
+    if (confidence != NULL) {
+        scheduler->confidence = confidence;
+    }
+    if (events == NULL || confidence == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a request");
+    }
+    scheduler->capacity = (int32_t)wanted;
     return RK_OK;
 }
 
@@ -155,13 +189,14 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
         return rk_fail(err, RK_EVALUE,
                        "stop: stop strings need a session with a tokenizer");
     }
+    sweep(scheduler);
     rk_request *request = calloc(1, sizeof *request);
     if (request == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a request");
     }
     if ((status = copy_options(request, options, err)) ||
         (status = make_window(request, s->model.config.vocab_size, err)) ||
-        (status = make_event_room(scheduler, err))) {
+        (status = make_room(scheduler, err))) {
         request_free(request);
         return status;
     }
@@ -201,30 +236,6 @@ static void retire(rk_session *s, rk_request *request, rk_finish finish)
     s->scheduler.stalled = false;
 }
 
-static bool has_ended(const rk_scheduler *scheduler, const rk_request *request)
-{
-    bool ended = request->finish != RK_FINISH_NONE;
-    for (const rk_request *r = scheduler->first;
-         ended && request->group != 0 && r != NULL; r = r->next) {
-        ended = r->group != request->group || r->finish != RK_FINISH_NONE;
-    }
-    return ended;
-}
-
-/* Free the records of lone requests and of whole groups that have ended. */
-static void sweep(rk_scheduler *scheduler)
-{
-    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
-        r->spent = has_ended(scheduler, r);
-    }
-    for (rk_request *r = scheduler->first, *next; r != NULL; r = next) {
-        next = r->next;
-        if (r->spent) {
-            request_unlink(scheduler, r);
-        }
-    }
-}
-
 static rk_request *request_find(rk_scheduler *scheduler, uint64_t id)
 {
     rk_request *r = scheduler->first;
@@ -239,7 +250,6 @@ void rk_session_cancel(rk_session *s, uint64_t id)
     rk_request *request = request_find(&s->scheduler, id);
     if (request != NULL && request->finish == RK_FINISH_NONE) {
         retire(s, request, RK_FINISH_CANCELLED);
-        sweep(&s->scheduler);
     }
 }
 
@@ -252,9 +262,12 @@ void rk_session_abort(rk_session *s, uint64_t id)
     if (request->finish == RK_FINISH_NONE) {
         retire(s, request, RK_FINISH_CANCELLED);
     }
-    if (request->branch != NULL) {
-        rk_tree_truncate(&s->tree, request->branch, request->n_before);
-        request->branch->confidence = request->confidence_before;
+    rk_branch *branch = request->branch;
+    /* Somebody may have gone on with a branch whose request has ended. */
+    if (branch != NULL && !branch->busy &&
+        branch->n_tokens == request->n_before + request->n_new) {
+        rk_tree_truncate(&s->tree, branch, request->n_before);
+        branch->confidence = request->confidence_before;
     }
     request_unlink(&s->scheduler, request);
 }
@@ -274,7 +287,6 @@ void rk_scheduler_forget(rk_session *s, rk_branch *branch)
             r->branch = NULL;
         }
     }
-    sweep(&s->scheduler);
 }
 
 /* ---- which rows ---------------------------------------------------------- */
@@ -335,7 +347,8 @@ static int32_t choose(rk_session *s, rk_request **owners)
     return n;
 }
 
-/* Send the last running request back to wait; false when only one runs. */
+/* Send the last running request back to wait; false when only one runs, which
+ * is to blame then. */
 static bool preempt(rk_scheduler *scheduler)
 {
     rk_request *first = NULL, *last = NULL;
@@ -346,6 +359,7 @@ static bool preempt(rk_scheduler *scheduler)
         }
     }
     if (last == first) {
+        scheduler->blamed = first->id;
         return false;
     }
     release_branch(last);
@@ -403,52 +417,65 @@ static int32_t match_stop(rk_request *request, int32_t token,
     return 0;
 }
 
+/* Which of the stop ids is it? -1: none. */
+static int32_t match_id(const rk_generation_options *o, int32_t token)
+{
+    int32_t i = o->n_stop_ids - 1;
+    while (i >= 0 && o->stop_ids[i] != token) {
+        i--;
+    }
+    return i;
+}
+
+/* The picked token joins the branch. */
+static rk_status take_token(rk_session *s, rk_request *request,
+                            const rk_pick *pick, rk_error *err)
+{
+    rk_branch *branch = request->branch;
+    const rk_generation_options *o = &request->options;
+    rk_status status = rk_branch_append(branch, &pick->token, 1, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    rk_token *event = event_add(&s->scheduler, request, pick);
+    event->token = pick->token;
+    request->n_new++;
+    request->sum_top += pick->top_prob;
+    request->confidence = request->sum_top / request->n_new;
+    event->stop_bytes = match_stop(request, pick->token, &event->stop_index);
+    if (event->stop_bytes > 0) {
+        event->finish = RK_FINISH_STOP;
+    } else if (request->n_new >= o->max_new_tokens ||
+               branch->n_tokens >= s->model.config.max_positions) {
+        event->finish = RK_FINISH_LENGTH;
+    }
+    if (event->finish != RK_FINISH_NONE) {
+        retire(s, request, event->finish);
+    }
+    return RK_OK;
+}
+
 static rk_status take(rk_session *s, rk_request *request, const rk_pick *pick,
                       rk_error *err)
 {
     rk_branch *branch = request->branch;
-    const rk_generation_options *o = &request->options;
-    if (pick->token < 0) {
-        return rk_fail(err, RK_EVALUE,
-                       "weights: the logits of branch %llu at position %d are "
-                       "NaN",
-                       (unsigned long long)branch->id,
-                       (int)branch->n_tokens - 1);
+    rk_status status =
+        rk_session_check_pick(pick, branch, branch->n_tokens - 1, err);
+    if (status != RK_OK) {
+        s->scheduler.blamed = request->id;
+        return status;
     }
-    rk_finish finish = RK_FINISH_NONE;
+    int32_t stop = match_id(&request->options, pick->token);
+    if (stop < 0) {
+        return take_token(s, request, pick, err);
+    }
     rk_token *event = event_add(&s->scheduler, request, pick);
-    for (int32_t i = 0; i < o->n_stop_ids; i++) {
-        if (pick->token == o->stop_ids[i]) {
-            finish = RK_FINISH_EOS;
-            event->stop_index = i;
-        }
+    event->stop_index = stop;
+    event->finish = RK_FINISH_EOS;
+    if (request->n_new == 0) {
+        request->confidence = pick->top_prob;
     }
-    if (finish == RK_FINISH_EOS) {
-        if (request->n_new == 0) {
-            request->confidence = pick->top_prob;
-        }
-    } else {
-        rk_status status = rk_branch_append(branch, &pick->token, 1, err);
-        if (status != RK_OK) {
-            return status;
-        }
-        event->token = pick->token;
-        request->n_new++;
-        request->sum_top += pick->top_prob;
-        request->confidence = request->sum_top / request->n_new;
-        event->stop_bytes =
-            match_stop(request, pick->token, &event->stop_index);
-        if (event->stop_bytes > 0) {
-            finish = RK_FINISH_STOP;
-        } else if (request->n_new >= o->max_new_tokens ||
-                   branch->n_tokens >= s->model.config.max_positions) {
-            finish = RK_FINISH_LENGTH;
-        }
-    }
-    event->finish = finish;
-    if (finish != RK_FINISH_NONE) {
-        retire(s, request, finish);
-    }
+    retire(s, request, RK_FINISH_EOS);
     return RK_OK;
 }
 
@@ -465,6 +492,25 @@ static void end_idle(rk_session *s)
     }
 }
 
+/* What has no room even alone is refused before others give way to it. */
+static rk_status check_sizes(rk_session *s, rk_error *err)
+{
+    int32_t total = rk_kv_count(s->kv).total;
+    for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+        int32_t needed =
+            active(r) ? rk_tree_blocks_of(&s->tree, r->branch->n_tokens) : 0;
+        if (needed > total) {
+            s->scheduler.blamed = r->id;
+            return rk_fail(err, RK_ECAPACITY,
+                           "kv_bytes: branch %llu needs %d KV blocks of %d "
+                           "tokens, there are %d",
+                           (unsigned long long)r->branch->id, (int)needed,
+                           (int)s->options.block_tokens, (int)total);
+        }
+    }
+    return RK_OK;
+}
+
 /* CGEE while generating: the event that carries the end is the request's
  * newest, or one of its own. */
 static void stop_early(rk_session *s)
@@ -474,10 +520,10 @@ static void stop_early(rk_session *s)
         if (!active(r) || r->group == 0 || r->options.cgee.stop_top > 1.0) {
             continue;
         }
-        double *confidence = s->scratch;
+        double *confidence = scheduler->confidence;
         int32_t n = 0, steps = INT32_MAX;
         for (rk_request *o = scheduler->first; o != NULL; o = o->next) {
-            if (o->group == r->group && n < s->options.step_tokens) {
+            if (o->group == r->group) {
                 confidence[n++] = o->confidence;
                 steps = active(o) && o->n_new < steps ? o->n_new : steps;
             }
@@ -527,32 +573,65 @@ rk_status rk_session_step(rk_session *s, const rk_token **events,
 {
     rk_scheduler *scheduler = &s->scheduler;
     rk_request **owners = s->owners;
-    rk_status status = RK_OK;
     scheduler->n_events = 0;
-    *n_events = *n_active = 0;
+    scheduler->blamed = 0;
+    *n_active = 0;
+    sweep(scheduler);
     end_idle(s);
-    for (;;) {
+    rk_status status = check_sizes(s, err);
+    while (status == RK_OK) {
         int32_t n_items = choose(s, owners);
         if (n_items == 0) {
             break;
         }
         status = run(s, owners, n_items, err);
-        if (status == RK_ECAPACITY && preempt(scheduler)) {
-            continue;
+        if (status != RK_ECAPACITY || !preempt(scheduler)) {
+            break;
         }
-        break;
+        status = RK_OK;
     }
     if (status == RK_OK) {
         stop_early(s);
     }
     *events = scheduler->events;
     *n_events = scheduler->n_events;
-    if (status != RK_OK) {
-        return status;
-    }
-    sweep(scheduler);
     for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
         *n_active += active(r);
+    }
+    return status;
+}
+
+uint64_t rk_session_blamed(const rk_session *s)
+{
+    return s->scheduler.blamed;
+}
+
+/* ---- books --------------------------------------------------------------- */
+
+rk_status rk_scheduler_check(const rk_session *s, rk_error *err)
+{
+    int32_t n_busy = 0, n_pins = 0;
+    for (const rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+        const rk_branch *b = r->branch;
+        if (r->running && (!active(r) || b == NULL)) {
+            return rk_fail(err, RK_ESTATE, "request %llu has ended and runs",
+                           (unsigned long long)r->id);
+        }
+        if (active(r) && (b == NULL || !b->busy || b->pins != r->running)) {
+            return rk_fail(err, RK_ESTATE, "request %llu has lost its branch",
+                           (unsigned long long)r->id);
+        }
+        n_busy += active(r);
+        n_pins += r->running;
+    }
+    for (const rk_branch *b = s->tree.first; b != NULL; b = b->next) {
+        n_busy -= b->busy;
+        n_pins -= b->pins;
+    }
+    if (n_busy != 0 || n_pins != 0) {
+        return rk_fail(err, RK_ESTATE,
+                       "%d busy branches and %d pins are nobody's",
+                       (int)-n_busy, (int)-n_pins);
     }
     return RK_OK;
 }

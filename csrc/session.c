@@ -26,12 +26,11 @@ static rk_status step_create(rk_session *s, rk_error *err)
     step->picks = calloc(n, sizeof *step->picks);
     s->owners = calloc(n, sizeof(void *));
     s->outputs = calloc(n, sizeof *s->outputs);
-    s->scratch = calloc(n, sizeof *s->scratch);
     if (step->items == NULL || step->spans == NULL ||
         step->first_rows == NULL || step->leaders == NULL ||
         step->starts == NULL || step->rows == NULL || step->source == NULL ||
         step->draws == NULL || step->picks == NULL || s->owners == NULL ||
-        s->outputs == NULL || s->scratch == NULL) {
+        s->outputs == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a step of %d tokens",
                        (int)s->options.step_tokens);
     }
@@ -134,7 +133,7 @@ void rk_session_free(rk_session *s)
     void *arrays[] = {s->step.items,   s->step.spans,  s->step.first_rows,
                       s->step.leaders, s->step.starts, s->step.rows,
                       s->step.source,  s->step.draws,  s->step.picks,
-                      s->owners,       s->outputs,     s->scratch};
+                      s->owners,       s->outputs};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         free(arrays[i]);
     }
@@ -174,6 +173,18 @@ rk_status rk_session_check_tokens(const rk_session *s, const char *field,
     return RK_OK;
 }
 
+rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
+                                int32_t position, rk_error *err)
+{
+    if (pick->token < 0) {
+        return rk_fail(err, RK_EVALUE,
+                       "weights: the logits of branch %llu at position %d are "
+                       "NaN",
+                       (unsigned long long)branch->id, (int)position);
+    }
+    return RK_OK;
+}
+
 /* ---- branches ------------------------------------------------------------ */
 
 rk_status rk_session_prefill(rk_session *s, rk_branch **out,
@@ -197,7 +208,7 @@ rk_status rk_session_prefill(rk_session *s, rk_branch **out,
     }
     status = rk_session_compute(s, &branch, 1, err);
     if (status != RK_OK) {
-        rk_session_drop(s, branch);
+        rk_tree_drop(&s->tree, branch);
         return status;
     }
     s->stats.tokens_reused += n_reused;
@@ -233,7 +244,7 @@ rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
     }
     if (status != RK_OK) {
         while (made > 0) {
-            rk_session_drop(s, out[--made]);
+            rk_tree_drop(&s->tree, out[--made]);
         }
         return status;
     }
@@ -276,11 +287,22 @@ static int32_t pending(rk_session *s, rk_branch *const *branches, int32_t n,
     return n_items;
 }
 
+/* The longest of them alone must fit beside what is pinned. */
+static rk_status check_longest(const rk_session *s, rk_branch *const *branches,
+                               int32_t n, rk_error *err)
+{
+    int32_t needed = 0;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t more = rk_tree_blocks_of(&s->tree, branches[i]->n_tokens) -
+                       branches[i]->n_blocks;
+        needed = more > needed ? more : needed;
+    }
+    return rk_step_check_room(s, needed, err);
+}
+
 rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
                              int32_t n, rk_error *err)
 {
-    rk_status status = RK_OK;
-    int32_t n_pinned = 0;
     for (int32_t i = 0; i < n; i++) {
         for (int32_t j = 0; j < i; j++) {
             if (branches[i] == branches[j]) {
@@ -290,10 +312,11 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
             }
         }
     }
-    for (; n_pinned < n && status == RK_OK; n_pinned++) {
-        branches[n_pinned]->pins++;
-        s->stats.tokens_reused += rk_tree_revive(&s->tree, branches[n_pinned]);
+    for (int32_t i = 0; i < n; i++) {
+        branches[i]->pins++;
+        s->stats.tokens_reused += rk_tree_revive(&s->tree, branches[i]);
     }
+    rk_status status = check_longest(s, branches, n, err);
     while (status == RK_OK) {
         int32_t n_items = pending(s, branches, n, s->step.items);
         if (n_items == 0) {
@@ -302,8 +325,8 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
         status = rk_step_run(s, s->step.items, n_items, NULL, NULL, NULL, 0,
                              NULL, err);
     }
-    while (n_pinned > 0) {
-        branches[--n_pinned]->pins--;
+    for (int32_t i = 0; i < n; i++) {
+        branches[i]->pins--;
     }
     return status;
 }
@@ -394,7 +417,9 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
         }
         rk_forward_pick(&s->forward, s->step.rows, s->step.draws, m, true,
                         s->step.picks);
-        for (int32_t j = 0; j < m; j++) {
+        for (int32_t j = 0; j < m && status == RK_OK; j++) {
+            status = rk_session_check_pick(&s->step.picks[j], branch,
+                                           branch->n_tokens - 1, err);
             logprobs[s->outputs[j]][0] = s->step.picks[j].logprob;
         }
     }
@@ -402,10 +427,41 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
     return status;
 }
 
-/* Compute children that hold continuations less their last token; each row
- * scores the token that follows it. at: where the continuations begin. */
-static rk_status score_rest(rk_session *s, rk_branch **children, int32_t n,
+/* The open step's rows: each scores the token that follows it in its child's
+ * continuation, which begins at position `at` of the child. */
+static rk_status score_rows(rk_session *s, rk_branch *const *children,
                             int32_t at, const int32_t *const *continuations,
+                            float *const *logprobs, rk_error *err)
+{
+    const rk_step *step = &s->step;
+    int32_t m = 0, child = 0;
+    for (int32_t i = 0; i < step->n_items; i++) {
+        const rk_item *item = &step->items[i];
+        while (children[child] != item->branch) { /* both in the same order */
+            child++;
+        }
+        for (int32_t p = item->begin; p < item->end; p++, m++) {
+            s->outputs[m] = child;
+            step->source[m] = p + 1 - at;
+            step->rows[m] = step->first_rows[i] + p - item->begin;
+            step->draws[m] =
+                (rk_draw){.forced = continuations[child][p + 1 - at]};
+        }
+    }
+    rk_forward_pick(&s->forward, step->rows, step->draws, m, true, step->picks);
+    rk_status status = RK_OK;
+    for (int32_t j = 0; j < m && status == RK_OK; j++) {
+        status = rk_session_check_pick(&step->picks[j], children[s->outputs[j]],
+                                       at + step->source[j] - 1, err);
+        logprobs[s->outputs[j]][step->source[j]] = step->picks[j].logprob;
+    }
+    return status;
+}
+
+/* Compute children that hold continuations less their last token. */
+static rk_status score_rest(rk_session *s, rk_branch *const *children,
+                            int32_t n, int32_t at,
+                            const int32_t *const *continuations,
                             float *const *logprobs, rk_error *err)
 {
     rk_status status = RK_OK;
@@ -414,34 +470,13 @@ static rk_status score_rest(rk_session *s, rk_branch **children, int32_t n,
         if (n_items == 0) {
             break;
         }
-        int32_t m = 0;
         status = rk_step_open(s, s->step.items, n_items, NULL, err);
         if (status != RK_OK) {
             break;
         }
         status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
-        for (int32_t i = 0; i < n_items && status == RK_OK; i++) {
-            const rk_item *item = &s->step.items[i];
-            for (int32_t p = item->begin; p < item->end; p++) {
-                int32_t child = 0;
-                while (children[child] != item->branch) {
-                    child++;
-                }
-                s->outputs[m] = child;
-                s->step.source[m] = p - at + 1;
-                s->step.rows[m] = s->step.first_rows[i] + p - item->begin;
-                s->step.draws[m] =
-                    (rk_draw){.forced = continuations[child][p - at + 1]};
-                m++;
-            }
-        }
         if (status == RK_OK) {
-            rk_forward_pick(&s->forward, s->step.rows, s->step.draws, m, true,
-                            s->step.picks);
-            for (int32_t j = 0; j < m; j++) {
-                logprobs[s->outputs[j]][s->step.source[j]] =
-                    s->step.picks[j].logprob;
-            }
+            status = score_rows(s, children, at, continuations, logprobs, err);
         }
         rk_step_close(s, status == RK_OK);
     }
@@ -452,39 +487,40 @@ static rk_status score_rest(rk_session *s, rk_branch **children, int32_t n,
 static int32_t group_size(const rk_session *s, const int32_t *lengths,
                           int32_t i, int32_t n)
 {
-    int32_t rows = 0, j = i;
+    int64_t rows = 0;
+    int32_t j = i;
     while (j < n && (j == i || rows + lengths[j] <= s->options.step_tokens)) {
         rows += lengths[j++];
     }
     return j - i;
 }
 
-/* The continuations of one group, as children that live only here. */
+/* The continuations of one group, as children that live only here. They are
+ * pinned and hold all of the branch's KV, so that it may be evicted itself. */
 static rk_status score_group(rk_session *s, rk_branch *branch,
                              const int32_t *const *continuations,
                              const int32_t *lengths, int32_t n,
                              float *const *logprobs, rk_error *err)
 {
-    rk_branch **children =
-        n < 1 ? NULL : calloc((size_t)n, sizeof(rk_branch *));
+    rk_branch **children = calloc((size_t)n, sizeof(rk_branch *));
     if (children == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory to score");
     }
-    rk_status status = RK_OK;
-    int32_t made = 0;
+    rk_status status = rk_session_compute(s, &branch, 1, err);
+    int32_t made = 0, at = branch->n_tokens;
     while (made < n && status == RK_OK) {
         int32_t rest = lengths[made] > 0 ? lengths[made] - 1 : 0;
-        status =
-            rk_tree_fork(&s->tree, &children[made], branch, branch->n_tokens,
-                         continuations[made], rest, made, err);
-        made += status == RK_OK;
+        status = rk_tree_fork(&s->tree, &children[made], branch, at,
+                              continuations[made], rest, made, err);
+        if (status == RK_OK) {
+            children[made++]->pins++;
+        }
     }
     if (status == RK_OK) {
-        status = score_rest(s, children, n, branch->n_tokens, continuations,
-                            logprobs, err);
+        status = score_rest(s, children, n, at, continuations, logprobs, err);
     }
     while (made > 0) {
-        rk_session_drop(s, children[--made]);
+        rk_tree_drop(&s->tree, children[--made]);
     }
     free(children);
     return status;
@@ -504,7 +540,6 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
         status =
             score_first(s, branch, continuations, lengths, n, logprobs, err);
     }
-    branch->pins++;
     int32_t limit = n;
     for (int32_t i = 0, size; i < n && status == RK_OK; i += size) {
         size = group_size(s, lengths, i, n);
@@ -517,7 +552,6 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
             status = RK_OK;
         }
     }
-    branch->pins--;
     return status;
 }
 
@@ -537,7 +571,8 @@ rk_stats rk_session_stats(const rk_session *s)
 
 rk_status rk_session_check(const rk_session *s, rk_error *err)
 {
-    return rk_tree_check(&s->tree, err);
+    rk_status status = rk_tree_check(&s->tree, err);
+    return status == RK_OK ? rk_scheduler_check(s, err) : status;
 }
 
 const rk_model *rk_session_model(const rk_session *s)

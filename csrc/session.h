@@ -128,13 +128,21 @@ rk_status rk_session_submit(rk_session *session, rk_branch *branch,
 /* One step: admit what fits, compute one batch, pick tokens, retire what is
  * finished. *events points into the session, valid until the next call;
  * *n_events may be 0 while prompts are computed. *n_active: requests left.
- * After a failure the events are those that came before it. */
+ * After a failure the events are those that came before it, and nothing is
+ * lost: the next step tries the rest again. */
 rk_status rk_session_step(rk_session *session, const rk_token **events,
                           int32_t *n_events, int32_t *n_active, rk_error *err);
 
+/* The request that the last step failed for: its KV does not fit although
+ * nobody else runs, or its logits are NaN; 0: the failure was nobody's (an
+ * interruption, no memory). Others can go on once it is cancelled. */
+uint64_t rk_session_blamed(const rk_session *session);
+
 /* Retire a request now; tokens so far stay. Unknown ids are ignored. */
 void rk_session_cancel(rk_session *session, uint64_t request);
-/* Retire it and undo its tokens (a failed call). */
+/* Retire it and undo its tokens (a failed call), also one that has ended while
+ * others of its group have not or since the last step or submission; but not
+ * where somebody has gone on with its branch. */
 void rk_session_abort(rk_session *session, uint64_t request);
 /* Undo tokens of a branch that has no request (a result that could not be
  * handed out): forget those from n_tokens on. */

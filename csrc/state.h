@@ -40,9 +40,11 @@ typedef struct rk_request rk_request;
 typedef struct rk_scheduler {
     rk_request *first, *last;
     uint64_t next_id;
-    bool stalled;     /* somebody was sent back for want of blocks */
-    rk_token *events; /* owned, grows with the requests */
-    int32_t n_events, events_capacity;
+    bool stalled;       /* somebody was sent back for want of blocks */
+    uint64_t blamed;    /* whose failure the last step was; 0: nobody's */
+    rk_token *events;   /* owned, two for every request */
+    double *confidence; /* owned scratch, one for every request */
+    int32_t n_events, capacity; /* in requests */
 } rk_scheduler;
 
 struct rk_session {
@@ -57,12 +59,16 @@ struct rk_session {
     rk_scheduler scheduler;
     rk_request **owners; /* (step_tokens,) scratch: whose row an item is */
     int32_t *outputs;    /* (step_tokens,) scratch: items that give a token */
-    double *scratch;     /* (step_tokens,) */
     uint64_t clock;      /* steps so far */
     rk_stats stats;      /* the counters among them */
 };
 
 /* ---- step.c -------------------------------------------------------------- */
+
+/* RK_ECAPACITY when so many blocks cannot be free at once, whatever is evicted:
+ * branches that are pinned keep theirs. */
+rk_status rk_step_check_room(const rk_session *s, int64_t needed,
+                             rk_error *err);
 
 /* Make room (cached blocks first, then RSBCM), give the items blocks, build
  * the batch and embed its rows into `x` (NULL: the forward's own). The items'
@@ -100,11 +106,17 @@ rk_status rk_session_check_branch(const rk_branch *branch, rk_error *err);
 rk_status rk_session_check_tokens(const rk_session *s, const char *field,
                                   const int32_t *tokens, int32_t n_tokens,
                                   int64_t n_before, rk_error *err);
+/* A row whose logits were NaN is an error that names branch and position. */
+rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
+                                int32_t position, rk_error *err);
 
 /* ---- scheduler.c --------------------------------------------------------- */
 
 void rk_scheduler_free(rk_scheduler *scheduler);
 /* The branch is about to go: retire its request, forget it in records. */
 void rk_scheduler_forget(rk_session *s, rk_branch *branch);
+/* Outside a step exactly the branches of running requests are pinned, and
+ * those of requests that have not ended are busy. */
+rk_status rk_scheduler_check(const rk_session *s, rk_error *err);
 
 #endif

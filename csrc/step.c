@@ -48,35 +48,74 @@ static void find_leaders(const rk_item *items, int32_t n_items, bool share,
     }
 }
 
-static rk_status make_room(rk_session *s, const rk_item *items, int32_t n_items,
-                           rk_error *err)
+/* How many items share the rows of item `leader`, itself among them. */
+static int32_t count_group(const int32_t *leaders, int32_t n_items,
+                           int32_t leader)
 {
-    int64_t needed = 0;
-    for (int32_t i = 0; i < n_items; i++) {
-        if (items[i].write && s->step.leaders[i] == i) {
-            needed +=
-                rk_tree_blocks_needed(&s->tree, items[i].branch, items[i].end);
-        }
+    int32_t n = 0;
+    for (int32_t i = leader; i < n_items; i++) {
+        n += leaders[i] == leader;
     }
-    rk_kv_counts counts = rk_kv_count(s->kv);
-    if (needed <= counts.total && rk_tree_evict(&s->tree, (int32_t)needed)) {
+    return n;
+}
+
+rk_status rk_step_check_room(const rk_session *s, int64_t needed, rk_error *err)
+{
+    if (needed <= rk_kv_count(s->kv).free) {
+        return RK_OK;
+    }
+    int32_t available = rk_tree_available(&s->tree);
+    if (needed <= available) {
         return RK_OK;
     }
     return rk_fail(err, RK_ECAPACITY,
                    "kv_bytes: %lld more KV blocks of %d tokens are needed at "
-                   "once, %d of %d are free and no other can be evicted",
+                   "once, %d of %d are free or can be evicted",
                    (long long)needed, (int)s->options.block_tokens,
-                   (int)rk_kv_count(s->kv).free, (int)counts.total);
+                   (int)available, (int)rk_kv_count(s->kv).total);
+}
+
+/* Refuse what cannot fit before anything is evicted for it. Copies of shared
+ * tails are left out: some turn out to be unnecessary. */
+static rk_status check_items(const rk_session *s, const rk_item *items,
+                             int32_t n_items, rk_error *err)
+{
+    int64_t needed = 0;
+    for (int32_t i = 0; i < n_items; i++) {
+        if (items[i].write && s->step.leaders[i] == i) {
+            int32_t more = rk_tree_blocks_of(&s->tree, items[i].end) -
+                           items[i].branch->n_blocks;
+            needed += more > 0 ? more : 0;
+        }
+    }
+    return rk_step_check_room(s, needed, err);
+}
+
+static rk_status make_room(rk_session *s, const rk_item *item, int32_t writers,
+                           rk_error *err)
+{
+    rk_tree *tree = &s->tree;
+    if (rk_tree_evict(tree, rk_tree_blocks_needed(tree, item->branch, item->end,
+                                                  writers))) {
+        return RK_OK;
+    }
+    rk_tree_yield(tree, item->branch, writers);
+    return rk_step_check_room(
+        s, rk_tree_blocks_needed(tree, item->branch, item->end, writers), err);
 }
 
 /* Blocks for one item; the KV of a replaced tail is copied. */
-static rk_status give_blocks(rk_session *s, const rk_item *item, rk_error *err)
+static rk_status give_blocks(rk_session *s, const rk_item *item,
+                             int32_t writers, rk_error *err)
 {
     const rk_ops *ops = s->device->ops;
     rk_branch *branch = item->branch;
     int32_t had = branch->n_blocks, from, to;
-    rk_status status =
-        rk_tree_reserve(&s->tree, branch, item->end, &from, &to, err);
+    rk_status status = make_room(s, item, writers, err);
+    if (status == RK_OK) {
+        status = rk_tree_reserve(&s->tree, branch, item->end, writers, &from,
+                                 &to, err);
+    }
     if (status != RK_OK) {
         return status;
     }
@@ -133,11 +172,12 @@ rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
     rk_step *step = &s->step;
     pin(items, n_items, 1);
     find_leaders(items, n_items, s->options.share, step->leaders);
-    rk_status status = make_room(s, items, n_items, err);
+    rk_status status = check_items(s, items, n_items, err);
     step->n_items = 0;
     for (int32_t i = 0; i < n_items && status == RK_OK; i++) {
         if (items[i].write && step->leaders[i] == i) {
-            status = give_blocks(s, &items[i], err);
+            int32_t writers = count_group(step->leaders, n_items, i);
+            status = give_blocks(s, &items[i], writers, err);
         }
         step->items[i] = items[i];
         step->n_items = i + 1;

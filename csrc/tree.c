@@ -17,11 +17,6 @@
 
 #include "policy/rsbcm.h"
 
-static int32_t blocks_of(const rk_tree *tree, int32_t n_tokens)
-{
-    return (n_tokens + tree->block_tokens - 1) / tree->block_tokens;
-}
-
 /* Grow *array of int32 to hold n entries, by doubling. */
 static rk_status grow(int32_t **array, int32_t *capacity, int32_t n,
                       rk_error *err)
@@ -40,6 +35,14 @@ static rk_status grow(int32_t **array, int32_t *capacity, int32_t n,
     *array = grown;
     *capacity = (int32_t)wanted;
     return RK_OK;
+}
+
+/* memcpy that takes NULL where there is nothing to copy. */
+static void copy(int32_t *to, const int32_t *from, int32_t n)
+{
+    if (n > 0) {
+        memcpy(to, from, (size_t)n * sizeof *to);
+    }
 }
 
 /* splitmix64's finaliser: streams of siblings must not resemble each other. */
@@ -124,11 +127,12 @@ rk_status rk_tree_add(rk_tree *tree, rk_branch **out, const int32_t *tokens,
     if (status != RK_OK) {
         return status;
     }
-    rk_branch *branch = branch_new(n_tokens, blocks_of(tree, n_tokens), err);
+    rk_branch *branch =
+        branch_new(n_tokens, rk_tree_blocks_of(tree, n_tokens), err);
     if (branch == NULL) {
         return RK_ENOMEM;
     }
-    memcpy(branch->tokens, tokens, (size_t)n_tokens * sizeof *tokens);
+    copy(branch->tokens, tokens, n_tokens);
     branch->n_tokens = branch->n_prompt = n_tokens;
     tree_link(tree, branch);
     *n_reused = rk_tree_revive(tree, branch);
@@ -146,15 +150,13 @@ rk_status rk_tree_fork(rk_tree *tree, rk_branch **out, rk_branch *parent,
         return status;
     }
     int32_t n_shared = at < parent->n_computed ? at : parent->n_computed;
-    int32_t n_blocks = blocks_of(tree, n_shared);
+    int32_t n_blocks = rk_tree_blocks_of(tree, n_shared);
     rk_branch *child = branch_new(at + n_suffix, n_blocks, err);
     if (child == NULL) {
         return RK_ENOMEM;
     }
-    memcpy(child->tokens, parent->tokens, (size_t)at * sizeof *suffix);
-    if (n_suffix > 0) {
-        memcpy(child->tokens + at, suffix, (size_t)n_suffix * sizeof *suffix);
-    }
+    copy(child->tokens, parent->tokens, at);
+    copy(child->tokens + at, suffix, n_suffix);
     child->n_tokens = child->n_prompt = at + n_suffix;
     child->n_computed = child->n_ever = n_shared;
     for (int32_t i = 0; i < n_blocks; i++) {
@@ -201,8 +203,7 @@ rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
     rk_status status = grow(&branch->tokens, &branch->tokens_capacity,
                             branch->n_tokens + n_tokens, err);
     if (status == RK_OK) {
-        memcpy(branch->tokens + branch->n_tokens, tokens,
-               (size_t)n_tokens * sizeof *tokens);
+        copy(branch->tokens + branch->n_tokens, tokens, n_tokens);
         branch->n_tokens += n_tokens;
     }
     return status;
@@ -210,6 +211,9 @@ rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
 
 void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens)
 {
+    if (n_tokens >= branch->n_tokens) {
+        return; /* it is that short already */
+    }
     if (n_tokens < branch->n_computed) {
         rk_tree_release(tree, branch, n_tokens);
     }
@@ -227,7 +231,7 @@ void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens)
 
 void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed)
 {
-    int32_t keep = blocks_of(tree, n_computed);
+    int32_t keep = rk_tree_blocks_of(tree, n_computed);
     while (branch->n_blocks > keep) {
         rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
     }
@@ -268,65 +272,53 @@ int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
     return branch->n_computed - before;
 }
 
-/* Index of the tail block that a write at n_computed would fall into. */
-static bool tail_is_foreign(const rk_tree *tree, const rk_branch *branch)
+/* The block that a write at n_computed falls into, when it is half-filled and
+ * may not be overwritten for `writers` branches; else NULL. */
+static int32_t *foreign_tail(const rk_tree *tree, const rk_branch *branch,
+                             int32_t writers)
 {
-    return branch->n_computed % tree->block_tokens != 0 &&
-           !rk_kv_writable(
-               tree->kv,
-               branch->blocks[branch->n_computed / tree->block_tokens]);
+    if (branch->n_computed % tree->block_tokens == 0) {
+        return NULL;
+    }
+    int32_t *tail = &branch->blocks[branch->n_computed / tree->block_tokens];
+    return rk_kv_writable(tree->kv, *tail, writers) ? NULL : tail;
 }
 
 int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
-                              int32_t n_tokens)
+                              int32_t n_tokens, int32_t writers)
 {
     if (n_tokens <= branch->n_computed) {
         return 0;
     }
-    int32_t more = blocks_of(tree, n_tokens) - branch->n_blocks;
-    return (more > 0 ? more : 0) + (tail_is_foreign(tree, branch) ? 1 : 0);
+    int32_t more = rk_tree_blocks_of(tree, n_tokens) - branch->n_blocks;
+    return (more > 0 ? more : 0) +
+           (foreign_tail(tree, branch, writers) != NULL ? 1 : 0);
 }
 
 rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
-                          int32_t *copy_from, int32_t *copy_to, rk_error *err)
+                          int32_t writers, int32_t *copy_from, int32_t *copy_to,
+                          rk_error *err)
 {
     *copy_from = *copy_to = -1;
-    if (n_tokens <= branch->n_computed) {
-        return RK_OK;
-    }
-    int32_t n_blocks = blocks_of(tree, n_tokens);
+    int32_t n_blocks = rk_tree_blocks_of(tree, n_tokens);
     rk_status status =
         grow(&branch->blocks, &branch->blocks_capacity, n_blocks, err);
     if (status != RK_OK) {
         return status;
     }
-    int32_t had = branch->n_blocks;
-    int32_t copy = tail_is_foreign(tree, branch) ? rk_kv_alloc(tree->kv) : -2;
-    while (copy != -1 && branch->n_blocks < n_blocks) {
-        int32_t block = rk_kv_alloc(tree->kv);
-        if (block < 0) {
-            break;
-        }
-        branch->blocks[branch->n_blocks++] = block;
-    }
-    if (branch->n_blocks < n_blocks) {
-        while (branch->n_blocks > had) {
-            rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
-        }
-        if (copy >= 0) {
-            rk_kv_unref(tree->kv, copy);
-        }
+    int32_t needed = rk_tree_blocks_needed(tree, branch, n_tokens, writers);
+    if (rk_kv_count(tree->kv).free < needed) {
         return rk_fail(err, RK_ECAPACITY, "no free KV block");
     }
-    if (copy >= 0) {
-        int32_t *tail =
-            &branch->blocks[branch->n_computed / tree->block_tokens];
+    int32_t *tail = needed > 0 ? foreign_tail(tree, branch, writers) : NULL;
+    if (tail != NULL) {
         *copy_from = *tail;
-        *copy_to = copy;
+        *copy_to = rk_kv_alloc(tree->kv);
         rk_kv_unref(tree->kv, *tail);
-        *tail = copy;
-    } else if (copy == -1) {
-        return rk_fail(err, RK_ECAPACITY, "no free KV block");
+        *tail = *copy_to;
+    }
+    while (branch->n_blocks < n_blocks) {
+        branch->blocks[branch->n_blocks++] = rk_kv_alloc(tree->kv);
     }
     return RK_OK;
 }
@@ -342,9 +334,15 @@ void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed)
     }
     int32_t n_full = n_computed / tree->block_tokens;
     for (int32_t i = branch->n_published; i < n_full; i++) {
-        rk_kv_publish(tree->kv, i > 0 ? branch->blocks[i - 1] : -1,
-                      branch->blocks[i],
-                      branch->tokens + (size_t)i * tree->block_tokens);
+        int32_t *block = &branch->blocks[i];
+        int32_t equal =
+            rk_kv_publish(tree->kv, i > 0 ? block[-1] : -1, *block,
+                          branch->tokens + (size_t)i * tree->block_tokens);
+        if (equal != *block) { /* somebody computed the same beside us */
+            rk_kv_ref(tree->kv, equal);
+            rk_kv_unref(tree->kv, *block);
+            *block = equal;
+        }
     }
     branch->n_published = n_full;
 }
@@ -352,7 +350,7 @@ void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed)
 void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
                     int32_t n_computed)
 {
-    int32_t n_blocks = blocks_of(tree, n_computed);
+    int32_t n_blocks = rk_tree_blocks_of(tree, n_computed);
     rk_error ignored;
     if (grow(&branch->blocks, &branch->blocks_capacity, n_blocks, &ignored) !=
         RK_OK) {
@@ -364,8 +362,7 @@ void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
     while (branch->n_blocks > 0) {
         rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
     }
-    memcpy(branch->blocks, leader->blocks,
-           (size_t)n_blocks * sizeof *branch->blocks);
+    copy(branch->blocks, leader->blocks, n_blocks);
     branch->n_blocks = n_blocks;
     rk_tree_commit(tree, branch, n_computed);
 }
@@ -445,6 +442,37 @@ bool rk_tree_evict(rk_tree *tree, int32_t n_blocks)
     return true;
 }
 
+void rk_tree_yield(rk_tree *tree, const rk_branch *branch, int32_t writers)
+{
+    for (rk_branch *b = tree->first; b != NULL; b = b->next) {
+        if (b->pins == 0) {
+            rk_tree_release(tree, b, 0);
+        }
+    }
+    const int32_t *tail = foreign_tail(tree, branch, writers);
+    if (tail != NULL && rk_kv_refs(tree->kv, *tail) == writers) {
+        rk_kv_withdraw(tree->kv, *tail);
+    }
+}
+
+/* (Un)mark the blocks of all pinned branches; how many blocks that changed. */
+static int32_t mark_pinned(const rk_tree *tree, bool mark)
+{
+    int32_t n = 0;
+    for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
+        for (int32_t i = 0; b->pins > 0 && i < b->n_blocks; i++) {
+            n += rk_kv_mark(tree->kv, b->blocks[i], mark);
+        }
+    }
+    return n;
+}
+
+int32_t rk_tree_available(const rk_tree *tree)
+{
+    mark_pinned(tree, true);
+    return rk_kv_count(tree->kv).total - mark_pinned(tree, false);
+}
+
 /* ---- books --------------------------------------------------------------- */
 
 rk_status rk_tree_check(const rk_tree *tree, rk_error *err)
@@ -459,7 +487,7 @@ rk_status rk_tree_check(const rk_tree *tree, rk_error *err)
     int32_t n_branches = 0;
     for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
         n_branches++;
-        if (b->n_blocks != blocks_of(tree, b->n_computed) ||
+        if (b->n_blocks != rk_tree_blocks_of(tree, b->n_computed) ||
             b->n_computed > b->n_tokens ||
             b->n_published > b->n_computed / tree->block_tokens) {
             status = rk_fail(err, RK_ESTATE,

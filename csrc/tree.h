@@ -69,6 +69,11 @@ typedef struct rk_tree {
 
 void rk_tree_free(rk_tree *tree);
 
+static inline int32_t rk_tree_blocks_of(const rk_tree *tree, int32_t n_tokens)
+{
+    return (n_tokens + tree->block_tokens - 1) / tree->block_tokens;
+}
+
 /* A root with these tokens; shares the longest indexed prefix, but leaves at
  * least the last token to be computed. *n_reused: positions found. */
 rk_status rk_tree_add(rk_tree *tree, rk_branch **out, const int32_t *tokens,
@@ -96,17 +101,19 @@ void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed);
 int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch);
 
 /* How many blocks a write of positions [n_computed, n_tokens) needs beyond
- * those that the branch may write to (a shared tail block is copied). */
+ * those that the branch may write to (a shared tail block is copied). The
+ * write is for `writers` branches with the same blocks, this one among them. */
 int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
-                              int32_t n_tokens);
+                              int32_t n_tokens, int32_t writers);
 
-/* Give the branch blocks for positions [n_computed, n_tokens), all private.
- * A half-filled block that it may not write to is replaced: *copy_from is the
- * old block and *copy_to the new one (-1: none), and the caller copies the KV
- * before anything else is computed. Needs rk_tree_blocks_needed free blocks;
- * a failure changes nothing. */
+/* Give the branch blocks for positions [n_computed, n_tokens), which nobody
+ * but the writers reads. A half-filled block that they may not write to is
+ * replaced: *copy_from is the old block and *copy_to the new one (-1: none),
+ * and the caller copies the KV before anything else is computed. Needs
+ * rk_tree_blocks_needed free blocks; a failure changes nothing. */
 rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
-                          int32_t *copy_from, int32_t *copy_to, rk_error *err);
+                          int32_t writers, int32_t *copy_from, int32_t *copy_to,
+                          rk_error *err);
 
 /* Positions up to n_computed now have their KV: note it and enter full blocks
  * into the exact index (never for approximate branches). */
@@ -120,6 +127,14 @@ void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
 /* Free blocks by RSBCM until n_blocks are free; returns whether they are.
  * Only tails of unpinned branches that nobody else still needs. */
 bool rk_tree_evict(rk_tree *tree, int32_t n_blocks);
+
+/* The last resort after that: every unpinned branch forgets its KV, also what
+ * others hold, and the tail block of `branch` leaves the index, so that its
+ * `writers` need no copy of it where only they are left. */
+void rk_tree_yield(rk_tree *tree, const rk_branch *branch, int32_t writers);
+
+/* Blocks that are free or would be if all unpinned branches gave up theirs. */
+int32_t rk_tree_available(const rk_tree *tree);
 
 /* The books of kv agree with the branches' block tables. O(blocks). */
 rk_status rk_tree_check(const rk_tree *tree, rk_error *err);

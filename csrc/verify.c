@@ -26,15 +26,22 @@ static double binary_entropy(double p)
     return (p > 0 ? -p * log(p) : 0.0) + (q > 0 ? -q * log(q) : 0.0);
 }
 
+/* log(1 + e^x) */
+static double softplus(double x)
+{
+    return x > 0 ? x + log1p(exp(-x)) : log1p(exp(x));
+}
+
 /* One batch: children[i] is open as item i; places[i]: index of its verdict. */
 typedef struct pass {
     rk_session *s;
     const rk_verification *v;
-    rk_verdict *verdicts; /* (n,) of this pass */
-    int32_t *places;      /* (n,) verdict of item i of the open step */
-    int32_t *keep;        /* (n,) scratch */
-    double *previous;     /* (n,) entropy at the check before, by verdict */
-    float *answers;       /* (n, 2) by item */
+    rk_branch *const *branches; /* (n,) that are verified */
+    rk_verdict *verdicts;       /* (n,) of this pass */
+    int32_t *places;            /* (n,) verdict of item i of the open step */
+    int32_t *keep;              /* (n,) scratch */
+    double *previous; /* (n,) entropy at the check before, by verdict */
+    float *answers;   /* (n, 2) by item */
     int32_t n;
 } pass;
 
@@ -65,19 +72,27 @@ static void read_distribution(const pass *p, bool norm)
 }
 
 /* Score item i as it stands after `layers` layers. */
-static void settle(const pass *p, int32_t i, int32_t layers, bool with_mass)
+static rk_status settle(const pass *p, int32_t i, int32_t layers,
+                        bool with_mass, rk_error *err)
 {
     rk_verdict *verdict = &p->verdicts[p->places[i]];
+    const rk_branch *branch = p->branches[p->places[i]];
+    const rk_pick *pick = &p->s->step.picks[i];
     double yes = p->answers[2 * i], no = p->answers[2 * i + 1];
+    if (isnan(yes - no) || (with_mass && pick->token < 0)) {
+        return rk_session_check_pick(&(rk_pick){.token = -1}, branch,
+                                     branch->n_tokens + p->v->n_prompt - 1,
+                                     err);
+    }
     verdict->outcome = RK_VERIFIED;
     verdict->yes_logit = (float)yes;
     verdict->no_logit = (float)no;
     verdict->score = sigmoid(yes - no);
     verdict->layers = layers;
-    verdict->mass = with_mass
-                        ? fmin(1.0, exp((double)p->s->step.picks[i].logprob) *
-                                        (1.0 + exp(no - yes)))
-                        : NAN;
+    verdict->mass =
+        with_mass ? fmin(1.0, exp((double)pick->logprob + softplus(no - yes)))
+                  : NAN;
+    return RK_OK;
 }
 
 /* Level 2 after layer `layer` (from 1): who is sure leaves. */
@@ -96,22 +111,23 @@ static rk_status lens(pass *p, int32_t layer, rk_error *err)
     if (full) {
         read_distribution(p, p->v->lens_norm);
     }
-    for (int32_t i = 0; i < step->n_items; i++) {
+    rk_status status = RK_OK;
+    for (int32_t i = 0; i < step->n_items && status == RK_OK; i++) {
         double score =
             sigmoid((double)p->answers[2 * i] - (double)p->answers[2 * i + 1]);
         double entropy =
             full ? (double)step->picks[i].entropy : binary_entropy(score);
         double *previous = &p->previous[p->places[i]];
         if (rk_cgee_exit(&scaled, layer, n_layers, entropy, *previous)) {
-            settle(p, i, layer, full);
+            status = settle(p, i, layer, full, err);
             p->s->stats.exits++;
         } else {
             p->keep[n_keep++] = i;
         }
         *previous = entropy;
     }
-    if (n_keep == step->n_items) {
-        return RK_OK;
+    if (status != RK_OK || n_keep == step->n_items) {
+        return status;
     }
     for (int32_t i = 0; i < n_keep; i++) {
         p->places[i] = p->places[p->keep[i]];
@@ -134,38 +150,38 @@ static rk_status run_layers(pass *p, rk_error *err)
             return status;
         }
     }
+    rk_status status = RK_OK;
     if (s->step.n_items > 0) {
         read_answers(p, true);
         read_distribution(p, true);
-        for (int32_t i = 0; i < s->step.n_items; i++) {
-            settle(p, i, n_layers, true);
-        }
     }
-    return RK_OK;
+    for (int32_t i = 0; i < s->step.n_items && status == RK_OK; i++) {
+        status = settle(p, i, n_layers, true, err);
+    }
+    return status;
 }
 
 static rk_status run_pass(pass *p, rk_branch **children, rk_error *err)
 {
     rk_session *s = p->s;
-    int64_t n_rows = 0;
     for (int32_t i = 0; i < p->n; i++) {
         s->step.items[i] = (rk_item){children[i], children[i]->n_computed,
                                      children[i]->n_tokens, true};
-        n_rows += children[i]->n_tokens - children[i]->n_computed;
         p->places[i] = i;
         p->previous[i] = NAN;
     }
     rk_status status = rk_step_open(s, s->step.items, p->n, NULL, err);
     if (status == RK_OK) {
+        s->stats.tokens_computed += s->step.batch.n_rows;
         status = run_layers(p, err);
         rk_step_close(s, false); /* a verification leaves nothing behind */
-        s->stats.tokens_computed += n_rows;
     }
     return status;
 }
 
-/* Verify branches[0 .. n) in one pass; n of them fit in a step. */
-static rk_status verify_together(rk_session *s, rk_branch **children, int32_t n,
+/* Verify n branches by their children in one pass; they fit in a step. */
+static rk_status verify_together(rk_session *s, rk_branch *const *branches,
+                                 rk_branch **children, int32_t n,
                                  const rk_verification *v, rk_verdict *verdicts,
                                  rk_error *err)
 {
@@ -173,6 +189,7 @@ static rk_status verify_together(rk_session *s, rk_branch **children, int32_t n,
     pass p = {
         .s = s,
         .v = v,
+        .branches = branches,
         .verdicts = verdicts,
         .places = calloc(count, sizeof *p.places),
         .keep = calloc(count, sizeof *p.keep),
@@ -194,100 +211,87 @@ static rk_status verify_together(rk_session *s, rk_branch **children, int32_t n,
     return status;
 }
 
-static int64_t rows_of(rk_branch *const *children, int32_t n)
-{
-    int64_t rows = 0;
-    for (int32_t i = 0; i < n; i++) {
-        rows += children[i]->n_tokens - children[i]->n_computed;
-    }
-    return rows;
-}
-
-/* Compute what goes ahead of the one step that the child's pass can run. */
-static rk_status run_head(rk_session *s, rk_branch *child, rk_error *err)
-{
-    int32_t n_tokens = child->n_tokens;
-    int32_t first = n_tokens - s->options.step_tokens;
-    if (first <= child->n_computed) {
-        return RK_OK;
-    }
-    child->n_tokens = first;
-    rk_status status = rk_session_compute(s, &child, 1, err);
-    child->n_tokens = n_tokens;
-    return status;
-}
-
-/* A child with the prompt appended; only what fits one step is left to
+/* A pinned child with the prompt appended; only what fits one step is left to
  * compute. */
-static rk_status make_child(rk_session *s, rk_branch **child, rk_branch *branch,
+static rk_status make_child(rk_session *s, rk_branch **out, rk_branch *branch,
                             const rk_verification *v, rk_error *err)
 {
     int32_t room = s->options.step_tokens - v->n_prompt;
+    rk_branch *child = NULL;
     rk_status status = RK_OK;
     if (branch->n_tokens - branch->n_computed > (room > 1 ? room / 4 : 0)) {
         /* Evicted or never computed: worth keeping on the branch itself. */
         status = rk_session_compute(s, &branch, 1, err);
     }
     if (status == RK_OK) {
-        status = rk_tree_fork(&s->tree, child, branch, branch->n_tokens,
+        status = rk_tree_fork(&s->tree, &child, branch, branch->n_tokens,
                               v->prompt, v->n_prompt, 0, err);
     }
     if (status != RK_OK) {
         return status;
     }
-    status = run_head(s, *child, err);
+    child->pins++; /* others must not evict what was counted on */
+    int32_t n_tokens = child->n_tokens;
+    int32_t first = n_tokens - s->options.step_tokens;
+    if (first > child->n_computed) {
+        /* A prompt longer than a step: its head goes ahead, in chunks. */
+        child->n_tokens = first;
+        status = rk_session_compute(s, &child, 1, err);
+        child->n_tokens = n_tokens;
+    }
     if (status != RK_OK) {
-        rk_session_drop(s, *child);
+        rk_tree_drop(&s->tree, child);
+        return status;
     }
-    return status;
+    *out = child;
+    return RK_OK;
 }
 
-/* Children of branches[order[0 .. n)], as many as one pass can run, one at
- * least. What a later child computes may evict an earlier one, so that rows
- * are counted anew each time. */
+/* Children of branches[0 .. n) as far as rows and blocks suffice for all of
+ * them at once; *made: how many, one at least. */
 static rk_status make_children(rk_session *s, rk_branch **children,
-                               int32_t *made, rk_branch *const *branches,
-                               const int32_t *order, int32_t n,
-                               const rk_verification *v, rk_error *err)
+                               rk_branch *const *branches, int32_t n,
+                               const rk_verification *v, int32_t *made,
+                               rk_error *err)
 {
-    rk_status status = RK_OK;
-    bool full = false;
-    for (*made = 0; *made < n && !full && status == RK_OK;) {
-        status =
-            make_child(s, &children[*made], branches[order[*made]], v, err);
-        *made += status == RK_OK;
-        while (*made > 1 && rows_of(children, *made) > s->options.step_tokens) {
-            rk_session_drop(s, children[--*made]);
-            full = true;
+    int32_t rows = 0;
+    for (*made = 0; *made < n; ++*made) {
+        rk_branch *child = NULL;
+        rk_status status = make_child(s, &child, branches[*made], v, err);
+        if (status != RK_OK) {
+            return status == RK_ECAPACITY && *made > 0 ? RK_OK : status;
         }
+        rows += child->n_tokens - child->n_computed;
+        if (rows > s->options.step_tokens && *made > 0) {
+            rk_tree_drop(&s->tree, child);
+            break;
+        }
+        children[*made] = child;
     }
-    return status == RK_OK ? run_head(s, children[0], err) : status;
+    return RK_OK;
 }
 
-/* Verify branches[order[0 .. n)] in as many passes as rows and blocks want. */
+/* Verify n branches in as many passes as rows and blocks want. */
 static rk_status verify_batch(rk_session *s, rk_branch *const *branches,
-                              const int32_t *order, int32_t n,
-                              const rk_verification *v, rk_verdict *verdicts,
-                              rk_error *err)
+                              int32_t n, const rk_verification *v,
+                              rk_verdict *verdicts, rk_error *err)
 {
     rk_branch **children = calloc((size_t)n, sizeof(rk_branch *));
-    rk_verdict *some = calloc((size_t)n, sizeof *some);
-    rk_status status = children != NULL && some != NULL
-                           ? RK_OK
-                           : rk_fail(err, RK_ENOMEM, "no memory to verify");
+    if (children == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory to verify");
+    }
+    rk_status status = RK_OK;
     int32_t limit = n;
     for (int32_t done = 0, made; done < n && status == RK_OK; done += made) {
         int32_t most = limit < n - done ? limit : n - done;
-        status = make_children(s, children, &made, branches, order + done, most,
-                               v, err);
+        status =
+            make_children(s, children, branches + done, most, v, &made, err);
         if (status == RK_OK) {
-            status = verify_together(s, children, made, v, some, err);
+            status = verify_together(s, branches + done, children, made, v,
+                                     verdicts + done, err);
         }
         for (int32_t i = 0; i < made; i++) {
-            rk_session_drop(s, children[i]);
-            if (status == RK_OK) {
-                verdicts[order[done + i]] = some[i];
-            }
+            rk_tree_drop(&s->tree, children[i]);
         }
         if (status == RK_ECAPACITY && made > 1) {
             limit = made / 2; /* fewer at a time may fit */
@@ -296,7 +300,31 @@ static rk_status verify_batch(rk_session *s, rk_branch *const *branches,
         }
     }
     free(children);
+    return status;
+}
+
+/* Verify branches[order[0 .. n)]. */
+static rk_status verify_ordered(rk_session *s, rk_branch *const *branches,
+                                const int32_t *order, int32_t n,
+                                const rk_verification *v, rk_verdict *verdicts,
+                                rk_error *err)
+{
+    rk_branch **some = calloc((size_t)n, sizeof(rk_branch *));
+    rk_verdict *found = calloc((size_t)n, sizeof *found);
+    rk_status status = some != NULL && found != NULL
+                           ? RK_OK
+                           : rk_fail(err, RK_ENOMEM, "no memory to verify");
+    for (int32_t i = 0; i < n && status == RK_OK; i++) {
+        some[i] = branches[order[i]];
+    }
+    if (status == RK_OK) {
+        status = verify_batch(s, some, n, v, found, err);
+    }
+    for (int32_t i = 0; i < n && status == RK_OK; i++) {
+        verdicts[order[i]] = found[i];
+    }
     free(some);
+    free(found);
     return status;
 }
 
@@ -345,7 +373,7 @@ static rk_status verify_in_order(rk_session *s, rk_branch *const *branches,
         }
         if (able > 0) {
             status =
-                verify_batch(s, branches, order + i, able, v, verdicts, err);
+                verify_ordered(s, branches, order + i, able, v, verdicts, err);
         }
         for (int32_t j = 0; j < size; j++) {
             int32_t b = order[i + j];

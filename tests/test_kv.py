@@ -77,13 +77,21 @@ class Books:
     def refs(self, block: int) -> int:
         return int(self.lib.rk_kv_refs(self.kv, block))
 
-    def writable(self, block: int) -> bool:
-        return bool(self.lib.rk_kv_writable(self.kv, block))
+    def writable(self, block: int, holders: int = 1) -> bool:
+        return bool(self.lib.rk_kv_writable(self.kv, block, holders))
 
-    def publish(self, before: int, block: int, tokens: Sequence[int]) -> None:
+    def publish(self, before: int, block: int, tokens: Sequence[int]) -> int:
         assert len(tokens) == self.block_tokens
-        self.lib.rk_kv_publish(self.kv, before, block, ints(tokens))
+        equal = int(self.lib.rk_kv_publish(self.kv, before, block, ints(tokens)))
         self.check()
+        return equal
+
+    def withdraw(self, block: int) -> None:
+        self.lib.rk_kv_withdraw(self.kv, block)
+        self.check()
+
+    def mark(self, block: int, mark: bool) -> bool:
+        return bool(self.lib.rk_kv_mark(self.kv, block, mark) & 1)
 
     def match(self, tokens: Sequence[int], max_blocks: int = 1 << 20) -> list[int]:
         room = min(max_blocks, len(tokens) // self.block_tokens)
@@ -292,6 +300,36 @@ def test_twin_of_a_used_block_has_its_identity_but_no_entry(books: Books) -> Non
     assert books.found([1, 2, 3, 4]) == [first[0], twin[1]]
 
 
+def test_publish_names_the_equal_block_in_use(books: Books) -> None:
+    first = books.alloc()
+    assert books.publish(-1, first, [1, 2]) == first
+    second = books.alloc()
+    assert books.publish(-1, second, [1, 2]) == first
+    books.release([second])
+    books.release([first])  # cached: the next one takes its place
+    third = books.alloc()
+    assert books.publish(-1, third, [1, 2]) == third
+
+
+def test_withdrawn_block_is_private_again(books: Books) -> None:
+    blocks = books.branch([1, 2, 3, 4])
+    books.withdraw(blocks[1])
+    assert books.writable(blocks[1]) and not books.writable(blocks[0])
+    assert books.found([1, 2, 3, 4]) == blocks[:1]
+    assert books.publish(blocks[0], blocks[1], [5, 6]) == blocks[1]
+    assert books.found([1, 2, 5, 6]) == blocks
+    books.withdraw(blocks[0])
+    assert books.found([1, 2, 5, 6]) == []
+    books.release(blocks)
+    assert books.count().cached == 1  # the second, which nobody finds, until it is reclaimed
+
+
+def test_marks_count_blocks_once(books: Books) -> None:
+    blocks = [books.alloc(), books.alloc()]
+    assert [books.mark(b, True) for b in (*blocks, *blocks)] == [True, True, False, False]
+    assert [books.mark(b, False) for b in (*blocks, *blocks)] == [True, True, False, False]
+
+
 def test_twin_of_a_cached_block_takes_its_place(books: Books) -> None:
     old = books.branch([1, 2, 3, 4])
     books.release(old)
@@ -350,6 +388,7 @@ def test_writable_means_private_and_unknown_to_the_index(books: Books) -> None:
     assert books.writable(block)
     books.ref(block)
     assert not books.writable(block)
+    assert books.writable(block, 2)  # both holders write the same
     books.release([block])
     assert books.writable(block)
     books.publish(-1, block, [1, 2])
