@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from model_files import TINY, random_weights
 
-from rksc import _core
+from rksc import CapacityError, _core
 from rksc.config import ModelConfig
 from rksc.results import Verdict
 
@@ -475,6 +475,45 @@ def test_cycles_are_collected() -> None:
     del sub
     gc.collect()
     assert ended() is None
+
+
+CROWDED = 12 * 16384
+"""kv_bytes of 12 blocks, 192 tokens"""
+
+
+def test_a_submission_without_room_fails_in_its_own_step() -> None:
+    """Though the step that found no block for it was a `_generate`'s."""
+    roomy, s = session(), session(kv_bytes=CROWDED)
+    expected = roomy._generate([roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
+    large, small = s._prefill(list(range(90)) * 2), s._prefill([1, 2, 3])
+    request = s._submit(large, 1000, *GREEDY, 0)
+    got = s._generate([small], 40, *GREEDY)[0]
+    assert [a.tobytes() for a in got[:4]] == [a.tobytes() for a in expected[:4]]
+    with pytest.raises(CapacityError, match="KV blocks"):
+        s._step()
+    events, n_left = s._step()
+    assert [(e[0], e[5]) for e in events if e[5]] == [(request, "cancelled")]
+    assert (n_left, large.n_tokens) == (0, 193)
+    s.check()
+
+
+@pytest.mark.parametrize("first", ["large", "small"])
+def test_a_generation_without_room_fails_for_its_caller_alone(first: str) -> None:
+    """Whichever thread runs the step that finds no block for it."""
+    roomy, s = session(), session(kv_bytes=CROWDED)
+    expected = roomy._generate([roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
+    large, small = s._prefill(list(range(90)) * 2), s._prefill([1, 2, 3])
+    calls = {
+        "large": partial(s._generate, [large], 1000, *GREEDY),
+        "small": partial(s._generate, [small], 40, *GREEDY),
+    }
+    started = {name: Background(calls[name]) for name in sorted(calls, key=lambda n: n != first)}
+    got = started["small"].join()[0]
+    assert [a.tobytes() for a in got[:4]] == [a.tobytes() for a in expected[:4]]
+    with pytest.raises(CapacityError, match="KV blocks"):
+        started["large"].join()
+    assert (large.n_tokens, small.n_tokens) == (180, 43)
+    s.check()
 
 
 def test_a_verdict_does_not_keep_its_branch_alive() -> None:

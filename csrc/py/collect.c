@@ -188,8 +188,43 @@ static bool dispatch(rk_generating *g, const rk_token *event)
     return true;
 }
 
-rk_status rk_generating_step(session_object *session, int32_t *n_active,
-                             rk_error *err)
+/* Its consumer learns it; without memory, by n_active alone. */
+static void end_submission(rk_generating *g, rk_submission **at)
+{
+    enqueue(g, &(rk_token){.request = (*at)->request,
+                           .token = -1,
+                           .finish = RK_FINISH_CANCELLED,
+                           .stop_index = -1});
+    rk_submission_remove(g, at);
+}
+
+/* Tell the owner of a request why it cannot go on; false: it is our own. */
+static bool blame(rk_generating *g, const rk_collector *own, uint64_t request,
+                  const rk_error *err)
+{
+    rk_submission **at = &g->submissions;
+
+    for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
+        if (find_series(c, request) != NULL) {
+            if (c != own) {
+                c->failure = *err;
+            }
+            return c != own;
+        }
+    }
+    while (own != NULL && *at != NULL && (*at)->request != request) {
+        at = &(*at)->next;
+    }
+    if (own == NULL || *at == NULL) {
+        return false;
+    }
+    g->failure = *err;
+    end_submission(g, at);
+    return true;
+}
+
+rk_status rk_generating_step(session_object *session, const rk_collector *own,
+                             int32_t *n_active, rk_error *err)
 {
     const rk_token *events = NULL;
     int32_t n_events = 0;
@@ -199,6 +234,14 @@ rk_status rk_generating_step(session_object *session, int32_t *n_active,
 
     for (int32_t i = 0; i < n_events; i++) {
         taken = dispatch(session->generating, &events[i]) && taken;
+    }
+    if (status != RK_OK) {
+        uint64_t blamed = rk_session_blamed(session->engine);
+
+        if (blamed != 0 && blame(session->generating, own, blamed, err)) {
+            rk_session_cancel(session->engine, blamed);
+            status = RK_OK;
+        }
     }
     if (status == RK_OK && !taken) {
         status = rk_fail(err, RK_ENOMEM, "no memory for new tokens");
@@ -221,12 +264,7 @@ void rk_generating_forget(rk_generating *g, const rk_branch *branch)
     }
     for (rk_submission **at = &g->submissions; *at != NULL;) {
         if ((*at)->branch == branch) {
-            /* Its consumer learns it; without memory, by n_active alone. */
-            enqueue(g, &(rk_token){.request = (*at)->request,
-                                   .token = -1,
-                                   .finish = RK_FINISH_CANCELLED,
-                                   .stop_index = -1});
-            rk_submission_remove(g, at);
+            end_submission(g, at);
         } else {
             at = &(*at)->next;
         }

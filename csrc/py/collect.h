@@ -27,6 +27,7 @@ typedef struct rk_collector {
     struct rk_collector *next;
     rk_series *series; /* (n,) owned; their requests rise */
     int32_t n, n_left; /* n_left: that run */
+    rk_error failure;  /* of one of them, in another's step */
 } rk_collector;
 
 /* A request of `_submit` that has not ended. */
@@ -45,12 +46,15 @@ struct rk_generating {
     int32_t n_submissions;
     rk_token *queue; /* (n_queue,) events for `_step` */
     int32_t n_queue, queue_capacity;
+    rk_error failure; /* of a submission, in another's step */
 };
 
-/* One step of the engine; its events go where they belong, after a failure
- * those that came before it. */
-rk_status rk_generating_step(session_object *session, int32_t *n_active,
-                             rk_error *err);
+/* One step of the engine for a running `_generate`, or for `_step` (own NULL).
+ * Its events go where they belong, after a failure those that came before it.
+ * The failure does, too: a request of somebody else that cannot go on is
+ * cancelled, its owner hears of it, and this step has succeeded. */
+rk_status rk_generating_step(session_object *session, const rk_collector *own,
+                             int32_t *n_active, rk_error *err);
 
 /* Does a running `_generate` own the request? */
 bool rk_generating_collects(const rk_generating *g, uint64_t request);

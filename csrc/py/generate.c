@@ -260,12 +260,16 @@ PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
     }
     /* Others' steps may have brought some; without requests there is nothing
      * to do, whatever runs for somebody else. */
-    if (g->n_queue == 0 && g->n_submissions > 0) {
+    if (g->failure.status != RK_OK) {
+        err = g->failure;
+        status = err.status;
+        g->failure.status = RK_OK;
+    } else if (g->n_queue == 0 && g->n_submissions > 0) {
         rk_visitor visitor;
         int32_t n_active = 0;
 
         rk_long_begin(self, &visitor);
-        status = rk_generating_step(self, &n_active, &err);
+        status = rk_generating_step(self, NULL, &n_active, &err);
         rk_long_end(self, &visitor);
     }
     if (status == RK_OK) {
@@ -341,13 +345,17 @@ static rk_status run(session_object *self, rk_branch *const *branches,
     while (c->n_left > 0 && status == RK_OK) {
         int32_t n_active = 0;
 
-        status = rk_generating_step(self, &n_active, err);
+        status = rk_generating_step(self, c, &n_active, err);
         if (status == RK_OK && c->n_left > 0 && n_active == 0) {
             status = rk_fail(err, RK_ESTATE, "%d requests were lost",
                              (int)c->n_left);
         }
         if (status == RK_OK && c->n_left > 0 && !rk_long_pause(self)) {
             status = rk_fail(err, RK_EINTERRUPTED, "interrupted");
+        }
+        if (status == RK_OK && c->failure.status != RK_OK) {
+            *err = c->failure; /* found while others had their turn */
+            status = err->status;
         }
     }
     for (int32_t i = c->n; status != RK_OK && i > 0; i--) {
