@@ -136,7 +136,7 @@ class Program:
         else:
             suffixes = texts = [self.text(0, most) for _ in range(self.random.randint(1, 3))]
         handles = self.call("fork", True, lambda: self.core.fork(parent.handle, suffixes, at))
-        for handle, text in zip(handles, texts, strict=True):
+        for handle, text in zip(handles or [], texts, strict=handles is not None):
             self.shadows.append(Shadow(handle, parent.tokens[:end] + text))
 
     def extend(self) -> None:
