@@ -15,15 +15,14 @@
 #include <string.h>
 
 #include "state.h"
+#include "stops.h"
 
 struct rk_request {
     rk_request *next, *previous;
     uint64_t id, group;
-    rk_branch *branch; /* NULL once it was dropped */
-    rk_generation_options options;
-    void *storage;   /* owns what options points to */
-    uint8_t *window; /* last bytes of the text, for stop strings */
-    int32_t n_window, longest_stop;
+    rk_branch *branch;             /* NULL once it was dropped */
+    rk_generation_options options; /* its stops are in `stops` */
+    rk_stops stops;
     int32_t n_before; /* tokens of the branch at submission */
     double confidence_before;
     int32_t n_new;
@@ -39,8 +38,7 @@ struct rk_request {
 static void request_free(rk_request *request)
 {
     if (request != NULL) {
-        free(request->storage);
-        free(request->window);
+        rk_stops_free(&request->stops);
         free(request);
     }
 }
@@ -89,66 +87,6 @@ void rk_scheduler_free(rk_scheduler *scheduler)
     *scheduler = (rk_scheduler){0};
 }
 
-/* Copy stop ids and strings behind one pointer. */
-static rk_status copy_options(rk_request *request,
-                              const rk_generation_options *options,
-                              rk_error *err)
-{
-    size_t n_strings = (size_t)options->n_stop_strings;
-    size_t n_ids = (size_t)options->n_stop_ids, n_bytes = 0;
-    for (size_t i = 0; i < n_strings; i++) {
-        n_bytes += (size_t)options->stop_lengths[i];
-        if (options->stop_lengths[i] > request->longest_stop) {
-            request->longest_stop = options->stop_lengths[i];
-        }
-    }
-    size_t words = n_ids + n_strings;
-    char *storage = malloc(n_strings * sizeof(uint8_t *) +
-                           words * sizeof(int32_t) + n_bytes + 1);
-    if (storage == NULL) {
-        return rk_fail(err, RK_ENOMEM, "no memory for a request");
-    }
-    request->storage = storage;
-    const uint8_t **strings = (const uint8_t **)(void *)storage;
-    int32_t *lengths = (int32_t *)(void *)(strings + n_strings);
-    int32_t *ids = lengths + n_strings;
-    uint8_t *bytes = (uint8_t *)(ids + n_ids);
-    for (size_t i = 0; i < n_strings; i++) {
-        lengths[i] = options->stop_lengths[i];
-        memcpy(bytes, options->stop_strings[i], (size_t)lengths[i]);
-        strings[i] = bytes;
-        bytes += lengths[i];
-    }
-    if (n_ids > 0) {
-        memcpy(ids, options->stop_ids, n_ids * sizeof *ids);
-    }
-    request->options = *options;
-    request->options.stop_strings = strings;
-    request->options.stop_lengths = lengths;
-    request->options.stop_ids = ids;
-    return RK_OK;
-}
-
-/* The window holds what a match could begin in, and the newest token. */
-static rk_status make_window(rk_request *request, int32_t vocab_size,
-                             rk_error *err)
-{
-    const rk_generation_options *o = &request->options;
-    if (o->n_stop_strings == 0) {
-        return RK_OK;
-    }
-    int64_t longest_token = 0;
-    for (int32_t t = 0; t < vocab_size; t++) {
-        int64_t n = o->token_offsets[t + 1] - o->token_offsets[t];
-        longest_token = n > longest_token ? n : longest_token;
-    }
-    request->window =
-        malloc((size_t)longest_token + (size_t)request->longest_stop);
-    return request->window != NULL
-               ? RK_OK
-               : rk_fail(err, RK_ENOMEM, "no memory for a request");
-}
-
 /* Room for one more request, so that a step allocates nothing. */
 static rk_status make_room(rk_scheduler *scheduler, rk_error *err)
 {
@@ -194,8 +132,8 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
     if (request == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a request");
     }
-    if ((status = copy_options(request, options, err)) ||
-        (status = make_window(request, s->model.config.vocab_size, err)) ||
+    if ((status = rk_stops_create(&request->stops, options,
+                                  s->model.config.vocab_size, err)) ||
         (status = make_room(scheduler, err))) {
         request_free(request);
         return status;
@@ -203,6 +141,7 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
     request->id = *id = ++scheduler->next_id;
     request->group = group;
     request->branch = branch;
+    request->options = *options;
     request->n_before = branch->n_tokens;
     request->confidence_before = branch->confidence;
     request->confidence = NAN;
@@ -386,47 +325,6 @@ static rk_token *event_add(rk_scheduler *scheduler, const rk_request *request,
     return event;
 }
 
-/* Bytes from the beginning of the first stop string that now ends in the text
- * to the text's end; 0: none. */
-static int32_t match_stop(rk_request *request, int32_t token,
-                          int32_t *stop_index)
-{
-    const rk_generation_options *o = &request->options;
-    if (o->n_stop_strings == 0) {
-        return 0;
-    }
-    int32_t keep = request->longest_stop - 1;
-    keep = keep < request->n_window ? keep : request->n_window;
-    memmove(request->window, request->window + request->n_window - keep,
-            (size_t)keep);
-    int64_t begin = o->token_offsets[token];
-    int32_t n = (int32_t)(o->token_offsets[token + 1] - begin);
-    memcpy(request->window + keep, o->token_bytes + begin, (size_t)n);
-    request->n_window = keep + n;
-    for (int32_t at = 0; at < request->n_window; at++) {
-        for (int32_t i = 0; i < o->n_stop_strings; i++) {
-            int32_t end = at + o->stop_lengths[i];
-            if (end > keep && end <= request->n_window &&
-                memcmp(request->window + at, o->stop_strings[i],
-                       (size_t)o->stop_lengths[i]) == 0) {
-                *stop_index = i;
-                return request->n_window - at;
-            }
-        }
-    }
-    return 0;
-}
-
-/* Which of the stop ids is it? -1: none. */
-static int32_t match_id(const rk_generation_options *o, int32_t token)
-{
-    int32_t i = o->n_stop_ids - 1;
-    while (i >= 0 && o->stop_ids[i] != token) {
-        i--;
-    }
-    return i;
-}
-
 /* The picked token joins the branch. */
 static rk_status take_token(rk_session *s, rk_request *request,
                             const rk_pick *pick, rk_error *err)
@@ -442,7 +340,8 @@ static rk_status take_token(rk_session *s, rk_request *request,
     request->n_new++;
     request->sum_top += pick->top_prob;
     request->confidence = request->sum_top / request->n_new;
-    event->stop_bytes = match_stop(request, pick->token, &event->stop_index);
+    event->stop_bytes =
+        rk_stops_take(&request->stops, pick->token, &event->stop_index);
     if (event->stop_bytes > 0) {
         event->finish = RK_FINISH_STOP;
     } else if (request->n_new >= o->max_new_tokens ||
@@ -465,7 +364,7 @@ static rk_status take(rk_session *s, rk_request *request, const rk_pick *pick,
         s->scheduler.blamed = request->id;
         return status;
     }
-    int32_t stop = match_id(&request->options, pick->token);
+    int32_t stop = rk_stops_find_id(&request->stops, pick->token);
     if (stop < 0) {
         return take_token(s, request, pick, err);
     }

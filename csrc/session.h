@@ -92,8 +92,8 @@ typedef enum rk_finish {
     RK_FINISH_CANCELLED,
 } rk_finish;
 
-/* What all requests of one call have in common; borrowed until all of them
- * are retired. */
+/* What all requests of one call have in common; copied, but for the tokens'
+ * bytes, which are borrowed until all of them are retired. */
 typedef struct rk_generation_options {
     int32_t max_new_tokens;
     rk_draw draw; /* stream, position and forced are filled in per row */

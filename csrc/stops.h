@@ -1,0 +1,32 @@
+/* What ends a text: stop ids, and stop strings that may begin in one token and
+ * end in another. */
+#ifndef RKSC_STOPS_H
+#define RKSC_STOPS_H
+
+#include "session.h"
+
+/* Zeroed, it stops nothing. */
+typedef struct rk_stops {
+    void *storage; /* owns ids, strings and lengths */
+    const int32_t *ids, *lengths;
+    const uint8_t **strings;
+    int32_t n_ids, n_strings, longest;
+    const uint8_t *token_bytes; /* borrowed, as in the options */
+    const int64_t *token_offsets;
+    uint8_t *window; /* owned: the text's last bytes that still count */
+    int32_t n_window;
+} rk_stops;
+
+/* Copies ids and strings of the options. */
+rk_status rk_stops_create(rk_stops *stops, const rk_generation_options *options,
+                          int32_t vocab_size, rk_error *err);
+void rk_stops_free(rk_stops *stops);
+
+/* Index of the stop id that this token is; -1: none. */
+int32_t rk_stops_find_id(const rk_stops *stops, int32_t token);
+
+/* The text goes on with this token. Bytes from the beginning of the first stop
+ * string that now ends in it to the text's end, and which one; 0: none. */
+int32_t rk_stops_take(rk_stops *stops, int32_t token, int32_t *index);
+
+#endif
