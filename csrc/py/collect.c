@@ -198,16 +198,26 @@ static void end_submission(rk_generating *g, rk_submission **at)
     rk_submission_remove(g, at);
 }
 
-/* Tell the owner of a request why it cannot go on; false: it is our own. */
-static bool blame(rk_generating *g, const rk_collector *own, uint64_t request,
-                  const rk_error *err)
+void rk_collector_undo(session_object *session, const rk_collector *c)
 {
+    for (int32_t i = 0; i < c->n; i++) {
+        rk_session_abort(session->engine, c->series[i].request);
+    }
+}
+
+/* Tell the owner of a request why it cannot go on, and end it: a `_generate`
+ * as a whole, as if it had never been called. False: it is our own. */
+static bool blame(session_object *session, const rk_collector *own,
+                  uint64_t request, const rk_error *err)
+{
+    rk_generating *g = session->generating;
     rk_submission **at = &g->submissions;
 
     for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
         if (find_series(c, request) != NULL) {
             if (c != own) {
                 c->failure = *err;
+                rk_collector_undo(session, c);
             }
             return c != own;
         }
@@ -220,6 +230,7 @@ static bool blame(rk_generating *g, const rk_collector *own, uint64_t request,
     }
     g->failure = *err;
     end_submission(g, at);
+    rk_session_cancel(session->engine, request);
     return true;
 }
 
@@ -238,8 +249,7 @@ rk_status rk_generating_step(session_object *session, const rk_collector *own,
     if (status != RK_OK) {
         uint64_t blamed = rk_session_blamed(session->engine);
 
-        if (blamed != 0 && blame(session->generating, own, blamed, err)) {
-            rk_session_cancel(session->engine, blamed);
+        if (blamed != 0 && blame(session, own, blamed, err)) {
             status = RK_OK;
         }
     }

@@ -51,8 +51,8 @@ struct rk_generating {
 
 /* One step of the engine for a running `_generate`, or for `_step` (own NULL).
  * Its events go where they belong, after a failure those that came before it.
- * The failure does, too: a request of somebody else that cannot go on is
- * cancelled, its owner hears of it, and this step has succeeded. */
+ * The failure does, too: a request of somebody else that cannot go on is ended,
+ * its owner hears of it, and this step has succeeded. */
 rk_status rk_generating_step(session_object *session, const rk_collector *own,
                              int32_t *n_active, rk_error *err);
 
@@ -62,6 +62,8 @@ bool rk_generating_collects(const rk_generating *g, uint64_t request);
 /* Take *at out of the list. */
 void rk_submission_remove(rk_generating *g, rk_submission **at);
 
+/* Undo all of its requests. */
+void rk_collector_undo(session_object *session, const rk_collector *c);
 void rk_collector_link(rk_generating *g, rk_collector *c);
 void rk_collector_unlink(rk_generating *g, const rk_collector *c);
 void rk_collector_free(rk_collector *c);

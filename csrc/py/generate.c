@@ -358,8 +358,8 @@ static rk_status run(session_object *self, rk_branch *const *branches,
             status = err->status;
         }
     }
-    for (int32_t i = c->n; status != RK_OK && i > 0; i--) {
-        rk_session_abort(self->engine, c->series[i - 1].request);
+    if (status != RK_OK) {
+        rk_collector_undo(self, c);
     }
     rk_collector_unlink(g, c);
     return status;
@@ -469,8 +469,9 @@ static void undo(session_object *self, const rk_collector *c)
     for (int32_t i = 0; i < c->n; i++) {
         const rk_series *s = &c->series[i];
 
-        /* Another thread may go on with one that ended early. */
-        if (s->branch != NULL && !s->branch->busy) {
+        /* Another thread may have gone on with one that ended early. */
+        if (s->branch != NULL && !s->branch->busy &&
+            s->branch->n_tokens == s->n_before + s->n) {
             rk_session_undo(self->engine, s->branch, s->n_before);
             s->branch->confidence = s->confidence_before;
         }
