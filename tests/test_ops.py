@@ -28,6 +28,7 @@ from oprig import (
     act,
     act_output,
     eps,
+    guarded,
     library,
     matrix,
     value,
@@ -73,8 +74,8 @@ def linear(rig: Rig, a: Array, w: native.Matrix, old: Array | None = None) -> Ar
 def test_linear(kind: tuple[int, int], m: int, n: int, k: int) -> None:
     isa, compute = kind
     rng = np.random.default_rng(m * n * k)
-    a = act(rng.standard_normal((m, k)), compute)
-    w = act(rng.standard_normal((n, k)), compute)
+    a = guarded(act(rng.standard_normal((m, k)), compute))
+    w = guarded(act(rng.standard_normal((n, k)), compute))
     bias = rng.standard_normal(n).astype(np.float32)
     old = rng.standard_normal((m, n)).astype(np.float32)
     product = value(a) @ value(w).T
@@ -589,6 +590,19 @@ def test_pick_sampling(kind: tuple[int, int], vocab: int) -> None:
                     assert one.token == np.searchsorted(after, u, side="right"), (extra, i)
                     checked += 1
     assert checked > 100
+
+
+def test_pick_top_k_across_a_gap(kind: tuple[int, int]) -> None:
+    """The k-th largest logit lies far below the others and has equals: the lowest id counts."""
+    isa, compute = kind
+    logits = np.full((1, 300), -3.0, np.float32)
+    logits[0, [50, 200]] = 0.0
+    with Rig(Shape(vocab_size=300), compute, isa) as rig:
+        seen = set()
+        for position in range(200):
+            (one,) = pick(rig, logits, [draw(temperature=1.0, top_k=3, position=position)])
+            seen.add(one.token)
+    assert seen == {0, 50, 200}
 
 
 def test_pick_extremes(kind: tuple[int, int]) -> None:

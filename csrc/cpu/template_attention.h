@@ -292,7 +292,6 @@ static cpu_partial softmax_tile(float *scores, int32_t lo, int32_t hi,
     vf top = vf_set1(part.max), sum = vf_zero();
     for (int32_t i = begin; i < hi; i += LANES) {
         vf p = vf_exp(vf_sub(vf_load(scores + i), top));
-        p = vf_select_range(lo - i, hi - i, p, vf_zero());
         vf_store(scores + i, p);
         sum = vf_add(sum, p);
     }
