@@ -73,6 +73,7 @@ static double fma_loop(void *argument, int thread)
         a[i] = x;
     }
     for (long t = 0; t < TURNS; t++) {
+#pragma GCC unroll 12
         for (int i = 0; i < 12; i++) {
             a[i] = _mm512_fmadd_ps(a[i], x, x);
             __asm__ volatile("" : "+v"(a[i]));
@@ -85,6 +86,7 @@ static double fma_loop(void *argument, int thread)
         a[i] = x;
     }
     for (long t = 0; t < TURNS; t++) {
+#pragma GCC unroll 12
         for (int i = 0; i < 12; i++) {
             a[i] = _mm256_fmadd_ps(a[i], x, x);
             __asm__ volatile("" : "+x"(a[i]));
@@ -107,6 +109,7 @@ static double bf16_loop(void *argument, int thread)
         a[i] = _mm512_setzero_ps();
     }
     for (long t = 0; t < TURNS; t++) {
+#pragma GCC unroll 12
         for (int i = 0; i < 12; i++) {
             a[i] = _mm512_dpbf16_ps(a[i], x, x);
             __asm__ volatile("" : "+v"(a[i]));
