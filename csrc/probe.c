@@ -312,7 +312,6 @@ static rk_status probe_own(probe *p, rk_branch **out, rk_branch *root,
     if (status == RK_OK) {
         status = run_rows(p, own, first, layer, s->model.config.n_layers, err);
     }
-    own->n_computed = first;
     if (status == RK_OK) {
         s->stats.tokens_reused += first;
         s->stats.tokens_computed += own->n_tokens - first;

@@ -27,7 +27,7 @@ static bool same_rows(const rk_item *a, const rk_item *b)
 {
     const rk_branch *x = a->branch, *y = b->branch;
     return a->begin == b->begin && a->end == b->end && a->write == b->write &&
-           x->n_blocks == y->n_blocks &&
+           x->approximate == y->approximate && x->n_blocks == y->n_blocks &&
            (x->n_blocks == 0 ||
             (x->blocks[x->n_blocks - 1] == y->blocks[y->n_blocks - 1] &&
              memcmp(x->blocks, y->blocks,

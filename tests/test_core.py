@@ -537,6 +537,17 @@ def test_equal_rows_part_and_are_evicted() -> None:
             assert [numbers(e) for e in found[request]] == [numbers(e) for e in expected]
 
 
+def test_rows_that_end_alike_and_begin_apart_are_not_equal() -> None:
+    """One branch was forked before the last token of their common half-filled block."""
+    with Core(block_tokens=4) as core:
+        root = core.prefill(PROMPT)
+        kid = core.fork(root, [[1, 2]], at=9)[0]
+        core.extend(root, [1])
+        core.compute([kid, root])
+        assert core.logits(kid).tobytes() == alone.logits((*PROMPT[:9], 1, 2))
+        assert core.logits(root).tobytes() == alone.logits((*PROMPT, 1))
+
+
 def test_the_same_prefix_computed_side_by_side_is_kept_once() -> None:
     with Core(block_tokens=2) as core:
         one = core.prefill([1])
@@ -740,6 +751,39 @@ def test_tiny_prompts_are_compared(
             assert tuple(rig.tokens_of(handle)) == key
             assert core.logits(handle).tobytes() == alone.logits(key)
             core.check()
+
+
+def test_a_root_that_was_undone_and_went_on_is_looked_at_again() -> None:
+    own = (*PROMPT[:9], 1, 2)
+    with Core() as core:
+        root = core.prefill(PROMPT)
+        request = core.submit(root, 1)
+        core.run(request)
+        core.prefill_similar(root, own, pool_mean=False)
+        core.abort(request)
+        core.extend(root, [3])
+        _, report = core.prefill_similar(root, own, pool_mean=False)
+        key = (*PROMPT, 3)
+        assert report == alone.gate(key, own, (), rig.PREFIX, False, rig.LAYERS, 0.5)
+
+
+def test_what_stands_for_another_wording_serves_nobody_else() -> None:
+    """Not by the index, nor as the leader of equal rows."""
+    suffix = tuple(range(1, 9))
+    with Core(block_tokens=2) as core:
+        root = core.prefill(PROMPT)
+        other, report = core.prefill_similar(root, (*PROMPT[:9], 1), suffix, tau=-2.0)
+        assert report[0] == rig.ACCEPTED and other.contents.approximate
+        exact = core.fork(root, [suffix])[0]
+        core.compute([other, exact])
+        assert other.contents.blocks[:5] == exact.contents.blocks[:5]
+        assert not {*other.contents.blocks[5:9]} & {*exact.contents.blocks[5:9]}
+        core.drop(exact)
+        core.compute([core.fork(other, [[1, 2]])[0]])
+        before = core.stats().tokens_reused
+        core.prefill((*PROMPT, *suffix, 1, 2, 3))
+        assert core.stats().tokens_reused - before == len(PROMPT) + len(suffix)  # exact's
+        core.check()
 
 
 def test_a_suffix_without_a_position_on_the_root_is_computed_on_its_own() -> None:
