@@ -194,7 +194,7 @@ multiply_tiles(float sums[4][SIDE * SIDE], const weight_view *w, const char *a,
     _tile_zero(2);
     _tile_zero(3);
     for (; a < end; a += TILE_BYTES, from += step) {
-        if (m_tiles == 1 && w->ahead) {
+        if (w->ahead) {
             const char *next = from + 2 * tile;
             UNROLL
             for (int r = 0; r < n_tiles * SIDE; r++) {
