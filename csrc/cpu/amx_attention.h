@@ -150,24 +150,6 @@ static void tile_scores(float *scores, const void *q, const cpu_keys *keys,
 /* ---- softmax
  * ------------------------------------------------------------------- */
 
-/* exp(x) of x <= 0, 0 below -87; NaN stays NaN. The scaling instruction and
- * one step of range reduction do (|n| <= 126 times the error of float32's ln 2
- * stays below 3e-7). */
-INLINE vf exp_of_negative(vf x)
-{
-    const vf shift = vf_set1(12582912.0f);
-    __mmask16 seen = _mm512_cmp_ps_mask(x, vf_set1(-87.0f), _CMP_NLT_UQ);
-    vf n = vf_sub(vf_fma(x, vf_set1(1.44269504f), shift), shift);
-    vf r = vf_fma(n, vf_set1(-0.69314718f), x);
-    vf p = vf_set1(EXP_5);
-    p = vf_fma(p, r, vf_set1(EXP_4));
-    p = vf_fma(p, r, vf_set1(EXP_3));
-    p = vf_fma(p, r, vf_set1(EXP_2));
-    p = vf_fma(p, r, vf_set1(EXP_1));
-    p = vf_fma(p, r, vf_set1(1.0f));
-    return _mm512_maskz_scalef_ps(seen, p, n);
-}
-
 /* Two vectors of weights to high and low halves at slot `at`. High is cut, not
  * rounded: then low is exact before its own rounding. */
 INLINE void put_weights(uint16_t *high, int32_t at, vf a, vf b)
@@ -202,8 +184,8 @@ softmax_of(float *scores, int32_t lo, int32_t hi, float scale, bool whole)
     vf even = vf_zero(), odd = vf_zero();
     UNROLL
     for (int32_t i = 0; i < N; i += 2) {
-        vf a = exp_of_negative(_mm512_fmsub_ps(s[i], by, top));
-        vf b = exp_of_negative(_mm512_fmsub_ps(s[i + 1], by, top));
+        vf a = vf_exp_below(_mm512_fmsub_ps(s[i], by, top));
+        vf b = vf_exp_below(_mm512_fmsub_ps(s[i + 1], by, top));
         even = vf_add(even, a);
         odd = vf_add(odd, b);
         put_weights((uint16_t *)scores, i * LANES, a, b);

@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 #define LANES 8
+#define HAS_FMA 1
 #define HAS_DOT 0
 #define COLUMNS_MAX 3
 #define COLUMNS_f32 3
@@ -91,11 +92,6 @@ INLINE vf vf_min(vf a, vf b)
     return _mm256_min_ps(a, b);
 }
 
-INLINE vf vf_select_less(vf a, vf b, vf yes, vf no)
-{
-    return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
-}
-
 INLINE vf vf_select_nan(vf a, vf yes, vf no)
 {
     return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
@@ -111,11 +107,16 @@ INLINE vf vf_select_first(int n, vf in, vf out)
     return vf_select_range(0, n, in, out);
 }
 
-/* p * 2^n, where n stands in the low bits of t. */
-INLINE vf vf_scale(vf p, vf t)
+/* p * 2^n where x >= least or x is NaN, else 0. n stands in the low bits of t
+ * as well, which is what is used. */
+INLINE vf vf_scale_above(vf p, vf t, vf n, vf x, vf least)
 {
     __m256i shift = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shift));
+    vf scaled =
+        _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), shift));
+    (void)n;
+    scaled = _mm256_and_ps(scaled, _mm256_cmp_ps(x, least, _CMP_GE_OQ));
+    return vf_select_nan(x, x, scaled);
 }
 
 INLINE float vf_first(vf x)

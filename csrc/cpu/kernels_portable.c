@@ -5,6 +5,7 @@
 #include "kernels.h"
 
 #define LANES 4
+#define HAS_FMA 0
 #define HAS_DOT 0
 #define COLUMNS_MAX 3
 #define COLUMNS_f32 2
@@ -90,11 +91,6 @@ INLINE vf vf_min(vf a, vf b)
     return vf_choose(a < b, a, b);
 }
 
-INLINE vf vf_select_less(vf a, vf b, vf yes, vf no)
-{
-    return vf_choose(a < b, yes, no);
-}
-
 INLINE vf vf_select_nan(vf a, vf yes, vf no)
 {
     return vf_choose(a == a, no, yes);
@@ -112,10 +108,13 @@ INLINE vf vf_select_first(int n, vf in, vf out)
     return vf_select_range(0, n, in, out);
 }
 
-/* p * 2^n, where n stands in the low bits of t. */
-INLINE vf vf_scale(vf p, vf t)
+/* p * 2^n where x >= least or x is NaN, else 0. n stands in the low bits of t
+ * as well, which is what is used. */
+INLINE vf vf_scale_above(vf p, vf t, vf n, vf x, vf least)
 {
-    return (vf)((vb)p + ((vb)t << 23));
+    vf scaled = (vf)((vb)p + ((vb)t << 23));
+    (void)n;
+    return vf_choose(x == x, vf_choose(x >= least, scaled, vf_set1(0.0f)), x);
 }
 
 INLINE float vf_first(vf x)

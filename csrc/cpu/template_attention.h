@@ -278,20 +278,23 @@ DEFINE_SCORES(bf16, keys->head_dim / 2)
 static cpu_partial softmax_tile(float *scores, int32_t lo, int32_t hi,
                                 float scale)
 {
-    const vf by = vf_set1(scale), least = vf_set1(-INFINITY);
+    const vf least = vf_set1(-INFINITY);
     const int32_t begin = lo / LANES * LANES;
     vf max = least;
     for (int32_t i = begin; i < hi; i += LANES) {
-        vf s = vf_mul(vf_load(scores + i), by);
-        s = vf_select_range(lo - i, hi - i, s, least);
-        vf_store(scores + i, s);
+        vf s = vf_load(scores + i);
+        if (i < lo || i + LANES > hi) { /* slots that the row may not use */
+            s = vf_select_range(lo - i, hi - i, s, least);
+            vf_store(scores + i, s);
+        }
         max = vf_max(max, s);
     }
     cpu_partial part;
-    part.max = vf_hmax(max);
-    vf top = vf_set1(part.max), sum = vf_zero();
+    part.max = vf_hmax(max) * scale;
+    const vf by = vf_set1(scale), below = vf_set1(-part.max);
+    vf sum = vf_zero();
     for (int32_t i = begin; i < hi; i += LANES) {
-        vf p = vf_exp(vf_sub(vf_load(scores + i), top));
+        vf p = vf_exp_below(vf_fma(vf_load(scores + i), by, below));
         vf_store(scores + i, p);
         sum = vf_add(sum, p);
     }

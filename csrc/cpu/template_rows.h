@@ -16,30 +16,39 @@
 #define EXP_4 0.04189885f
 #define EXP_5 0.0082901446f
 
-/* Relative error below 3e-7; 0 below -87 (the smallest normal result), e^88
- * above 88, NaN stays NaN. */
-static inline vf vf_exp(vf x)
+/* exp(x) for x <= 88, relative error below 4e-7; 0 below -87, where the
+ * smallest normal results are, and for -inf; NaN stays NaN. */
+INLINE vf vf_exp_below(vf x)
 {
     const vf shift = vf_set1(12582912.0f);
-    vf y = vf_min(vf_set1(88.0f), vf_max(vf_set1(-88.0f), x));
-    vf t = vf_fma(y, vf_set1(1.44269504088896341f), shift);
+    vf t = vf_fma(x, vf_set1(1.44269504088896341f), shift);
     vf n = vf_sub(t, shift);
-    vf r = vf_fma(n, vf_set1(-0.693359375f), y);
+#if HAS_FMA /* n ln 2 is not rounded, and n times the constant's error small   \
+             */
+    vf r = vf_fma(n, vf_set1(-0.69314718056f), x);
+#else
+    vf r = vf_fma(n, vf_set1(-0.693359375f), x);
     r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+#endif
     vf p = vf_set1(EXP_5);
     p = vf_fma(p, r, vf_set1(EXP_4));
     p = vf_fma(p, r, vf_set1(EXP_3));
     p = vf_fma(p, r, vf_set1(EXP_2));
     p = vf_fma(p, r, vf_set1(EXP_1));
     p = vf_fma(p, r, vf_set1(1.0f));
-    p = vf_scale(p, t);
-    p = vf_select_less(y, vf_set1(-87.0f), vf_zero(), p);
-    return vf_select_nan(y, y, p);
+    return vf_scale_above(p, t, n, x, vf_set1(-87.0f));
 }
 
+/* exp(x) for all x; e^88 above 88. */
+INLINE vf vf_exp(vf x)
+{
+    return vf_exp_below(vf_min(vf_set1(88.0f), x));
+}
+
+/* For x <= 88. */
 static float exp1(float x)
 {
-    return vf_first(vf_exp(vf_set1(x)));
+    return vf_first(vf_exp_below(vf_set1(x)));
 }
 
 /* The row in steps of LANES, the last one masked: BODY sees `i` and uses LOAD
@@ -172,7 +181,7 @@ static void row_statistics(float *max, int32_t *index, float *sum, float *dsum,
     FOR_LANES(n)
     {
         vf d = vf_max(far, vf_sub(LOAD_OR(x, vf_set1(-INFINITY)), top));
-        vf e = vf_exp(d);
+        vf e = vf_exp_below(d);
         s = vf_add(s, e);
         ds = vf_fma(d, e, ds);
     }
@@ -195,7 +204,7 @@ static void row_weights(float *out, const float *x, float max, float scale,
     const vf top = vf_set1(max), by = vf_set1(scale);
     FOR_LANES(n)
     {
-        STORE_f32(out, vf_exp(vf_mul(vf_sub(LOAD(x), top), by)));
+        STORE_f32(out, vf_exp_below(vf_mul(vf_sub(LOAD(x), top), by)));
     }
 }
 

@@ -7,6 +7,7 @@
 #include "kernels.h"
 
 #define LANES 16
+#define HAS_FMA 1
 #define COLUMNS_MAX 6
 #define COLUMNS_f32 6
 #define CASES_f32 CASES_6
@@ -87,11 +88,6 @@ INLINE vf vf_min(vf a, vf b)
     return _mm512_min_ps(a, b);
 }
 
-INLINE vf vf_select_less(vf a, vf b, vf yes, vf no)
-{
-    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), yes);
-}
-
 INLINE vf vf_select_nan(vf a, vf yes, vf no)
 {
     return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), yes);
@@ -110,11 +106,13 @@ INLINE vf vf_select_first(int n, vf in, vf out)
     return _mm512_mask_mov_ps(out, first16(n), in);
 }
 
-/* p * 2^n, where n stands in the low bits of t. */
-INLINE vf vf_scale(vf p, vf t)
+/* p * 2^n where x >= least or x is NaN, else 0. n stands in the low bits of t
+ * as well. */
+INLINE vf vf_scale_above(vf p, vf t, vf n, vf x, vf least)
 {
-    __m512i shift = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), shift));
+    (void)t;
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), p,
+                                  n);
 }
 
 INLINE float vf_first(vf x)
