@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.oracle)
 
 
+def pytest_collection_finish() -> None:
+    """Imported modules leave the collector's sight: make_session collects after every test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def make_session() -> Iterator[Factory]:
     """make_session(model="T4", **options) -> BranchSession, poisoned; see sessions.py.
