@@ -270,6 +270,8 @@ def test_events_of_submitted_requests_find_their_way() -> None:
 @contextmanager
 def interrupt(seconds: float = 0.15) -> Iterator[None]:
     """Ctrl-C after a while; the block must raise KeyboardInterrupt, long before LIMIT."""
+    # A process started in the background ignores SIGINT, and so would this one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(seconds, _thread.interrupt_main)
     timer.start()
     begin = time.monotonic()
@@ -280,6 +282,7 @@ def interrupt(seconds: float = 0.15) -> Iterator[None]:
             pytest.fail("the call was too short to be interrupted")
     finally:
         timer.join()
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - begin < LIMIT / 3
 
 
