@@ -1,15 +1,16 @@
 """Faults that neighbouring projects had reported, each turned into a trial.
 
-A row is a kind of fault, not one input. Rows whose trial is another file's business are listed in
-ELSEWHERE, and a test holds that list to the truth. p is the number of tokens of a block.
+A trial is named after the project and what was reported there: a kind of fault, not one input.
+docs/reports.md lists the reports with the trials that hold them; many stand in other files, and
+the first test compares the list with what is here. p is the number of tokens of a block.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,61 +30,32 @@ from rksc import ASKS, Branch, BranchSession, Sampling, same_numbers
 HERE = Path(__file__).parent
 P = 16
 
-# row -> where its trial stands: "file: test test; file: ..." without their "test_"
-ELSEWHERE: dict[int, str] = {
-    10: "test_mechanisms: exits no_exit_has_the_bits_of_no_lens",
-    11: "test_files: a_gguf_is_the_same_model; test_load: logits_as_transformers "
-        "quantised_files_compute_with_their_values",
-    14: "test_threads: ctrl_c_stops_generate_and_undoes_it ctrl_c_stops_any_long_call",
-    18: "test_generation: streams_are_fixed_at_the_fork; test_session: "
-        "seed_none_is_fresh_and_a_seed_is_not",
-    21: "test_weights: any_layout_gives_the_same_bits a_stride_of_zero_repeats_the_element "
-        "strides_of_dimensions_of_one_mean_nothing",
-    24: "test_config: llama3_scaling_in_both_spellings other_scalings_are_named; test_load: "
-        "logits_as_transformers; test_files: rope_factors_become_frequencies; test_oracle: "
-        "logits_and_hidden",
-    27: "test_weights: memory_map_is_used_in_place "
-        "old_producers_are_asked_again_without_the_keyword what_a_producer_can_do_wrong",
-    28: "test_generation: probabilities_do_not_depend_on_sampling",
-    29: "test_generation: ties_go_to_the_lowest_id limits_of_settings_are_greedy "
-        "top_k_beyond_the_vocabulary_cuts_nothing bad_settings_are_named",
-    34: "test_identities: evicted_is_never_evicted",
-    35: "test_files: truncated_shards_are_named missing_shards_are_named "
-        "a_truncated_gguf_names_the_tensor",
-    36: "test_files: crafted_gguf crafted_files_cost_neither_memory_nor_time",
-    37: "test_files: malformed_safetensors header_order_may_differ_from_data_order "
-        "all_values_come_back",
-    40: "test_files: tied_heads a_gguf_without_output_is_tied a_head_beside_a_tied_embedding; "
-        "test_weights: heads",
-    41: "test_config: head_dim_given_or_derived gguf_head_dim; test_oracle: logits_and_hidden",
-    42: "test_weights: the_session_keeps_what_it_borrowed; test_threads: "
-        "the_last_reference_may_go_in_another_thread the_process_ends_quietly",
-    43: "test_weights: other_dtypes_are_refused_by_name torch",
-    44: "test_leaks: forks_and_generations_at_a_fixed_budget sessions_come_and_go; "
-        "test_weights: a_failure_gives_everything_back",
-    47: "test_threads: the_gil_is_free_while_it_computes",
-    48: "test_source: strides_of_blocks_are_wide_and_slots_too",
-}  # fmt: skip
-HERE_ROWS = {3, 5, 6, 17, 19, 22, 26, 32, 33, 38, 39, 45, 46}
+
+def listed_trials(page: str) -> dict[str, set[str]]:
+    """Trials of this file that a page's table names -> the projects of the reports they hold.
+
+    Every row names reports, and trials or why there is none.
+    """
+    trials: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| \[.*$", page, re.MULTILINE):
+        reports, _, held = (cell.strip() for cell in row.strip("| ").split(" | "))
+        projects = {re.sub(r"\W", "_", name.lower()) for name in re.findall(r"\[(.+?)#\d", reports)}
+        assert projects, row
+        assert "::test_" in held or held.startswith("not run: "), row
+        for trial in re.findall(r"test_reports\.py::(\w+)", held):
+            trials.setdefault(trial, set()).update(projects)
+    return trials
 
 
-def names_of(file: str) -> set[str]:
-    tree = ast.parse((HERE / file).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_the_list_of_reports_names_these_trials() -> None:
+    listed = listed_trials((HERE.parent / "docs" / "reports.md").read_text("utf-8"))
+    own = set(re.findall(r"^def (test_\w+)", Path(__file__).read_text("utf-8"), re.MULTILINE))
+    assert set(listed) == own - {"test_the_list_of_reports_names_these_trials"}
+    for trial, projects in listed.items():
+        assert any(trial.startswith(f"test_{project}_") for project in projects), trial
 
 
-def test_every_row_has_a_trial() -> None:
-    for row, places in ELSEWHERE.items():
-        for place in places.split("; "):
-            file, trials = place.split(": ")
-            missing = {f"test_{trial}" for trial in trials.split()} - names_of(f"{file}.py")
-            assert not missing, (row, missing)
-    own = {int(name.split("_")[2]) for name in names_of(__file__) if name.startswith("test_row_")}
-    assert own == HERE_ROWS
-    assert not own & set(ELSEWHERE)
-
-
-# ---- oracles ----------------------------------------------------------------------------------
+# ---- oracles ------------------------------------------------------------------------------------
 
 
 def assert_equal(got: NDArray[Any], expected: NDArray[Any]) -> None:
@@ -103,7 +75,7 @@ def alone(tokens: list[int], model: Any = T4, **options: Any) -> NDArray[Any]:
     return open_session(model, n_threads=1, kv_bytes=16 << 20, **options).prefill(tokens).logits
 
 
-# ---- rows 3, 5, 6: sharing between wordings ---------------------------------------------------
+# ---- sharing between wordings -------------------------------------------------------------------
 
 HEADER = "<|im_start|>user\n"
 FOOTER = "<|im_end|>\n<|im_start|>assistant\n"
@@ -150,12 +122,13 @@ def calibrated(smollm2: rksc.Model) -> BranchSession:
     return session
 
 
-def test_row_03_another_number_never_shares(
+def test_semantic_router_another_number_is_a_hit(
     calibrated: BranchSession, record_property: Callable[[str, object], None]
 ) -> None:
-    """No pair with a changed number gets another next token than its own prefill; rates of
+    """Every question with a changed number has the logits of its own prefill; rates of
     rewordings and one-word reversals are reported, not asserted (docs/method.md)."""
     accepted: dict[str, int] = {}
+    gated = []
     for kind, pairs in (
         ("rewordings", REWORDINGS[:8]),
         ("changed", CHANGED),
@@ -171,10 +144,10 @@ def test_row_03_another_number_never_shares(
                 assert other.gate.reason == "guard"
                 assert not other.approximate
                 assert np.array_equal(other.tokens, other.prompt)
-        if kind == "changed":
-            calibrated.invalidate()
-            exact = calibrated.prefill(HEADER + b + FOOTER).logits
-            assert np.array_equal(other.logits, exact)
+                gated.append(other.logits)
+    calibrated.invalidate()  # nothing is left of what the gate saw
+    for (_, b), logits in zip(CHANGED, gated, strict=True):
+        assert np.array_equal(logits, calibrated.prefill(HEADER + b + FOOTER).logits), b
     print(f"shared: {accepted}")
     record_property("shared", str(accepted))
     assert accepted["changed"] == 0
@@ -182,9 +155,7 @@ def test_row_03_another_number_never_shares(
 
 @pytest.mark.parametrize("shift", [1, 4, P, P + 3])
 @pytest.mark.parametrize("tau", [-2.0, 2.0], ids=["accept", "reject"])
-def test_row_05_kv_never_moves_to_another_position(
-    tau: float, shift: int, make_session: Factory
-) -> None:
+def test_memos_kv_moves_to_another_position(tau: float, shift: int, make_session: Factory) -> None:
     """The same 32 tokens after 5 and after 5 + shift others: each at its own angles."""
     x = T1.tokens(2 * P, seed=1)
     donor = T1.tokens(5, seed=2) + x
@@ -202,7 +173,7 @@ def test_row_05_kv_never_moves_to_another_position(
     assert_oracle(shared, [*expected, 1, 2], T1)
 
 
-def test_row_06_unrelated_questions_never_share(calibrated: BranchSession) -> None:
+def test_gptcache_unrelated_questions_hit(calibrated: BranchSession) -> None:
     """30 questions in one chat format, with and without the guard: nothing is shared by default;
     tau 1 lets only equal prompts through, more than 1 nothing else either."""
     default = calibrated.asks
@@ -227,11 +198,11 @@ def test_row_06_unrelated_questions_never_share(calibrated: BranchSession) -> No
     print(f"largest sigma so far seen: {max(s for s in sigmas if s is not None):.2f}")
 
 
-# ---- row 17: the index ------------------------------------------------------------------------
+# ---- the index ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hash_bits", [64, 0])
-def test_row_17_all_tokens_decide_what_is_reused(hash_bits: int, make_session: Factory) -> None:
+def test_openvino_genai_hashes_collide(hash_bits: int, make_session: Factory) -> None:
     """Equal second blocks after different first ones, look-alike tokens, every hash the same."""
     session = make_session(hash_bits=hash_bits)
     a, b, c = (T4.tokens(P, seed=seed) for seed in range(3))
@@ -253,7 +224,7 @@ def test_row_17_all_tokens_decide_what_is_reused(hash_bits: int, make_session: F
         assert np.array_equal(kept[-1].logits, alone(tokens))
 
 
-def test_row_17_sessions_share_nothing(make_session: Factory) -> None:
+def test_vllm_keys_of_two_models_collide(make_session: Factory) -> None:
     """Two models, and one model with two RoPE settings, side by side in a process."""
     slow = make("slow", 4, rope_theta=1e6)
     tokens = T4.tokens(3 * P)
@@ -273,10 +244,10 @@ def test_row_17_sessions_share_nothing(make_session: Factory) -> None:
             call()
 
 
-# ---- row 19: counting blocks ------------------------------------------------------------------
+# ---- counting blocks ----------------------------------------------------------------------------
 
 
-def test_row_19_shared_blocks_are_counted_once(make_session: Factory) -> None:
+def test_sglang_shared_blocks_count_twice(make_session: Factory) -> None:
     session = make_session(block_tokens=P, kv_bytes=64 * block_bytes(T4, P))
     root = session.prefill(T4.tokens(10 * P))
     kids = root.fork(16)
@@ -299,7 +270,7 @@ def test_row_19_shared_blocks_are_counted_once(make_session: Factory) -> None:
     assert session.stats().blocks_free == 64
 
 
-def test_row_19_a_half_block_is_copied_when_written(make_session: Factory) -> None:
+def test_sglang_half_blocks_count_twice(make_session: Factory) -> None:
     """Nine full blocks and one token: 9 shared, and 17 of their own (the parent has one too)."""
     session = make_session(block_tokens=P)
     root = session.prefill(T4.tokens(9 * P + 1))
@@ -318,7 +289,7 @@ def test_row_19_a_half_block_is_copied_when_written(make_session: Factory) -> No
     assert_books(session)
 
 
-def test_row_19_reuse_is_counted_honestly(make_session: Factory) -> None:
+def test_vllm_recomputed_tokens_count_as_hits(make_session: Factory) -> None:
     """computed + reused is the prompt; what an eviction makes us compute again is no hit."""
     session = make_session(block_tokens=P, kv_bytes=6 * block_bytes(T4, P))
     first = session.prefill(T4.tokens(3 * P, seed=1))
@@ -336,11 +307,11 @@ def test_row_19_reuse_is_counted_honestly(make_session: Factory) -> None:
     assert other.n_tokens == 6 * P
 
 
-# ---- row 22: what lies in blocks --------------------------------------------------------------
+# ---- what lies in blocks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [P - 1, P, P + 1, 3 * P + 5])
-def test_row_22_unwritten_places_are_never_read(n: int, isa: str, make_session: Factory) -> None:
+def test_vllm_unwritten_places_are_read(n: int, isa: str, make_session: Factory) -> None:
     """Blocks are full of NaN before they are handed out, and of other texts before that."""
     tokens = T4.tokens(n)
     expected = alone(tokens, isa=isa)
@@ -356,7 +327,7 @@ def test_row_22_unwritten_places_are_never_read(n: int, isa: str, make_session: 
         assert np.array_equal(branch.logits, alone(branch.tokens.tolist(), isa=isa))
 
 
-def test_row_22_going_on_after_others_were_closed(make_session: Factory) -> None:
+def test_llama_cpp_garbage_after_others_were_closed(make_session: Factory) -> None:
     session = make_session(kv_bytes=40 * block_bytes(T4))
     root = session.prefill(T4.tokens(2 * P + 3))
     kids = root.fork([T4.tokens(5 + i, seed=i) for i in range(8)])
@@ -374,56 +345,84 @@ def test_row_22_going_on_after_others_were_closed(make_session: Factory) -> None
     assert all(branch.resident for branch in new)
 
 
-# ---- row 26: threads --------------------------------------------------------------------------
+# ---- threads ------------------------------------------------------------------------------------
 
 COUNT = "import rksc; print(rksc._core.default_threads())"
 
 
-def count_threads(code: str = COUNT, **environment: str) -> int:
+def run_python(code: str, **environment: str) -> Any:
+    """What a fresh process prints, read as JSON."""
     known = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
     out = subprocess.run(
         [sys.executable, "-c", code], env=known | environment, check=True, timeout=120,
         capture_output=True, text=True, cwd=HERE.parent,
     )  # fmt: skip
-    return int(out.stdout)
+    return json.loads(out.stdout)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity here")
-def test_row_26_default_threads_are_those_allowed() -> None:
+def test_ollama_more_threads_than_allowed() -> None:
     allowed = len(os.sched_getaffinity(0))
-    assert 1 <= count_threads() <= allowed
+    assert 1 <= run_python(COUNT) <= allowed
     one = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); {COUNT}"
-    assert count_threads(one) == 1
-    assert count_threads(OMP_NUM_THREADS="1") == 1
-    assert count_threads(RKSC_NUM_THREADS="1") == 1
+    assert run_python(one) == 1
+    assert run_python(COUNT, OMP_NUM_THREADS="1") == 1
+    assert run_python(COUNT, RKSC_NUM_THREADS="1") == 1
     assert open_session("T1", n_threads=None).n_threads <= allowed
     assert open_session("T1", n_threads=3).n_threads == 3
 
 
-def test_row_26_torch_before_and_after() -> None:
-    """Two thread pools in one process: no abort, same numbers whichever came first."""
-    pytest.importorskip("torch")
-    code = """
-import sys; sys.path.insert(0, "tests")
+BESIDE_TORCH = """
+import json, os, sys
+sys.path.insert(0, "tests")
 {first}
-import rksc, torch
+import rksc
 from models import T4
-s = rksc.BranchSession(T4.weights, T4.config, kv_bytes="1MiB", n_threads=2)
-a = s.prefill([1, 2, 3]).logits.sum()
-torch.randn(300, 300) @ torch.randn(300, 300)
-b = s.prefill([4, 1, 2, 3]).fork(at=1)[0]
-s.prefill([1, 2, 3])
-print(int(s.prefill([1, 2, 3]).logits.sum() == a) + 1)
+n_threads = lambda: len(os.listdir("/proc/self/task"))
+session = rksc.BranchSession(T4.weights, T4.config, kv_bytes="1MiB", n_threads=3)
+alone = session.prefill([1, 2, 3]).logits
+maps = open("/proc/self/maps").read()
+import torch
+torch_threads = torch.get_num_threads()
+square = torch.ones(300, 300)
+product = square @ square
+before = n_threads()
+session.invalidate()
+again = session.prefill([1, 2, 3]).logits
+print(json.dumps({{
+    "logits": [row.tobytes().hex() for row in (alone, again)], "product": product.mean().item(),
+    "openmp": "libgomp" in maps or "libomp" in maps or "libiomp" in maps,
+    "torch_threads": torch_threads, "added": n_threads() - before,
+}}))
 """
-    for first in ("import rksc", "import torch"):
-        assert count_threads(code.format(first=first)) == 2
 
 
-# ---- rows 32, 33: batches and forks -----------------------------------------------------------
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_pytorch_two_openmp_runtimes() -> None:
+    """rksc brings no OpenMP runtime, leaves torch's threads alone and adds none of its own
+    while it runs beside them; the numbers are the same whichever came first."""
+    pytest.importorskip("torch")
+    own = run_python("import torch; print(torch.get_num_threads())", OMP_NUM_THREADS="2")
+    rows = [
+        run_python(BESIDE_TORCH.format(first=first), OMP_NUM_THREADS="2")
+        for first in ("", "import torch; torch.ones(300, 300) @ torch.ones(300, 300)")
+    ]
+    assert [row["openmp"] for row in rows] == [False, True]  # the second one is torch's
+    expected = alone([1, 2, 3]).tobytes().hex()
+    for row in rows:
+        assert row["logits"] == [expected] * 2
+        assert row["product"] == 300
+        assert row["torch_threads"] == own == 2
+        assert row["added"] == 0
+
+
+# ---- batches and forks --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_row_32_unequal_lengths_in_one_batch(dtype: str, isa: str, make_session: Factory) -> None:
+def test_transformers_unequal_lengths_in_one_batch(
+    dtype: str, isa: str, make_session: Factory
+) -> None:
     """1, p and 3p + 1 tokens after three prefixes, one branch already ended, ten steps."""
     session = make_session(isa=isa, dtype=dtype)
     prefixes = [T4.tokens(n, seed=n) for n in (2, P, 2 * P + 5)]
@@ -462,7 +461,7 @@ def test_row_32_unequal_lengths_in_one_batch(dtype: str, isa: str, make_session:
 
 @pytest.mark.parametrize("model", [T4, NO_KEYS], ids=["T4", "no keys"])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_row_33_writers_of_one_half_block(
+def test_vllm_writers_of_one_half_block(
     order: tuple[int, ...], model: Any, make_session: Factory
 ) -> None:
     """Child 1, the parent and child 2 write into the block that they share, in any order."""
@@ -486,7 +485,7 @@ def test_row_33_writers_of_one_half_block(
         assert np.array_equal(a.logits, b.logits)
 
 
-def test_row_33_fork_in_the_middle(make_session: Factory) -> None:
+def test_llamaj_cpp_a_part_of_a_sequence(make_session: Factory) -> None:
     """Only the beginning of a sequence goes on, at every offset within a block."""
     session = make_session()
     text = T4.tokens(3 * P)
@@ -497,7 +496,7 @@ def test_row_33_fork_in_the_middle(make_session: Factory) -> None:
     assert_oracle(root, text)
 
 
-# ---- row 38: bad arguments --------------------------------------------------------------------
+# ---- bad arguments ------------------------------------------------------------------------------
 
 BAD_TOKENS: list[Any] = [
     [], [-1], [97], [2**31], [2**40], [2**80], [1.0], [1, 2.5], ["a"], [None], [[1, 2]], 5, None,
@@ -507,7 +506,7 @@ BAD_TOKENS: list[Any] = [
 
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS, ids=repr)
-def test_row_38_bad_tokens(tokens: Any, make_session: Factory) -> None:
+def test_llama_cpp_bad_tokens(tokens: Any, make_session: Factory) -> None:
     session = make_session()
     root = session.prefill([1, 2, 3])
     before = session.stats()
@@ -538,11 +537,11 @@ def test_row_38_bad_tokens(tokens: Any, make_session: Factory) -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_row_38_all_kinds_of_integers(tokens: Any, make_session: Factory) -> None:
+def test_llama_cpp_all_kinds_of_integers(tokens: Any, make_session: Factory) -> None:
     assert make_session().prefill(tokens).tokens.tolist() == [5, 6, 7]
 
 
-def test_row_38_bad_counts(make_session: Factory) -> None:
+def test_llama_cpp_bad_counts(make_session: Factory) -> None:
     session = make_session()
     root = session.prefill(T4.tokens(20))
     bad: list[Callable[[], object]] = [
@@ -581,7 +580,7 @@ def test_row_38_bad_counts(make_session: Factory) -> None:
     assert_oracle(root, root.tokens.tolist())
 
 
-def test_row_38_dropped_branches_say_so(make_session: Factory) -> None:
+def test_llama_cpp_dropped_branches(make_session: Factory) -> None:
     session = make_session()
     root = session.prefill(T4.tokens(20))
     kid = root.fork()[0]
@@ -602,10 +601,10 @@ def test_row_38_dropped_branches_say_so(make_session: Factory) -> None:
     assert_oracle(kid, T4.tokens(20))
 
 
-# ---- row 39: import ---------------------------------------------------------------------------
+# ---- import -------------------------------------------------------------------------------------
 
 
-def test_row_39_import_needs_numpy_alone() -> None:
+def test_llama_cpp_python_import_without_cuda() -> None:
     """No torch, no CUDA, none of the optional libraries; cuda is a clear error."""
     code = """
 import sys
@@ -623,15 +622,15 @@ except (ValueError, RuntimeError) as error:
     assert "cuda" in str(error).lower(), error
     print(1)
 """
-    assert count_threads(code) == 1
+    assert run_python(code) == 1
 
 
-# ---- row 45: chunks and warmth ----------------------------------------------------------------
+# ---- chunks and warmth --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pieces", [[64], [1, 7, 16, 17, 23], [1] * 64], ids=["one", "5", "64"])
-def test_row_45_pieces_of_a_prompt(
+def test_llama_pieces_of_a_prompt(
     pieces: list[int], dtype: str, isa: str, make_session: Factory
 ) -> None:
     tokens, session, at = T4.tokens(64), make_session(isa=isa, dtype=dtype), pieces[0]
@@ -645,7 +644,7 @@ def test_row_45_pieces_of_a_prompt(
         assert_oracle(branch, tokens)
 
 
-def test_row_45_cold_and_warm(make_session: Factory) -> None:
+def test_vllm_warm_runs_differ(make_session: Factory) -> None:
     """16 prompts, then again when the index knows them."""
     session = make_session(kv_bytes=8 << 20)
     base = T4.tokens(50)
@@ -659,11 +658,11 @@ def test_row_45_cold_and_warm(make_session: Factory) -> None:
         assert_equal(a, T4.reference.logits(prompt))
 
 
-# ---- row 46: ends and beginnings --------------------------------------------------------------
+# ---- ends and beginnings ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", [2, 5, 9])
-def test_row_46_each_of_several_end_tokens_ends(end: int, make_session: Factory) -> None:
+def test_vllm_one_of_several_end_tokens(end: int, make_session: Factory) -> None:
     """eos_token_id [2, 5, 9] in the configuration; the head is tilted towards one of them."""
 
     def tilt(weights: dict[str, Any]) -> None:
@@ -686,7 +685,7 @@ def test_row_46_each_of_several_end_tokens_ends(end: int, make_session: Factory)
     assert end in ended
 
 
-def test_row_46_token_lists_get_no_bos(make_session: Factory) -> None:
+def test_llama_cpp_python_doubled_bos(make_session: Factory) -> None:
     session = make_session()
     assert session.config.bos == 1
     root = session.prefill([5, 6])
@@ -694,11 +693,11 @@ def test_row_46_token_lists_get_no_bos(make_session: Factory) -> None:
     assert root.fork([[7]])[0].tokens.tolist() == [5, 6, 7]
 
 
-# ---- seen elsewhere, one line each ------------------------------------------------------------
+# ---- seen elsewhere, one line each --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 2, P, P + 1])
-def test_windows_are_not_off_by_one(window: int, isa: str, make_session: Factory) -> None:
+def test_vllm_windows_off_by_one(window: int, isa: str, make_session: Factory) -> None:
     """A window of n: the query itself and n - 1 keys before it, in one go and step by step."""
     model = make("window", 4, sliding_window=window, model_type="mistral",
                  architectures=["MistralForCausalLM"])  # fmt: skip
@@ -710,7 +709,7 @@ def test_windows_are_not_off_by_one(window: int, isa: str, make_session: Factory
     assert_oracle(branch, tokens + generated, model)
 
 
-def test_large_hidden_states_do_not_overflow(isa: str, make_session: Factory) -> None:
+def test_transformers_large_hidden_states_overflow(isa: str, make_session: Factory) -> None:
     """The sum of squares of 4,096 values of 3e4 is beyond half precision and fits in float32."""
 
     def enlarge(weights: dict[str, Any]) -> None:
@@ -725,7 +724,7 @@ def test_large_hidden_states_do_not_overflow(isa: str, make_session: Factory) ->
         assert np.abs(logits - expected).max() <= limit * np.abs(expected).max()
 
 
-def test_parallel_sequences_of_many_lengths(isa: str, make_session: Factory) -> None:
+def test_llama_cpp_parallel_sequences(isa: str, make_session: Factory) -> None:
     """More than one sequence in a step: 33 of them, more rows than a chunk of attention has."""
     session = make_session(isa=isa, kv_bytes=16 << 20)
     root = session.prefill(T4.tokens(40))
