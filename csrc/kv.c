@@ -100,7 +100,8 @@ rk_status rk_kv_create(rk_kv **out, int32_t n_blocks, int32_t block_tokens,
 
 fail:
     rk_kv_free(kv);
-    return rk_fail(err, RK_ENOMEM, "no memory for the books of %d KV blocks",
+    return rk_fail(err, RK_ENOMEM,
+                   "kv_bytes: no memory for the books of %d KV blocks",
                    (int)n_blocks);
 }
 

@@ -232,7 +232,7 @@ typedef struct rk_stats {
     int64_t block_bytes;
     int32_t block_tokens, n_branches;
     int64_t tokens_computed;   /* first time, rows x all layers */
-    int64_t tokens_recomputed; /* again, after an eviction */
+    int64_t tokens_recomputed; /* again: after an eviction, or a peek */
     int64_t tokens_reused;     /* found by the exact index */
     int64_t tokens_forked;     /* shared by forks */
     int64_t steps;

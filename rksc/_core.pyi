@@ -178,9 +178,14 @@ class Session:
         min_steps: int,
         group: int,
     ) -> int: ...
-    def _step(self) -> tuple[list[tuple[int, int, float, float, float, str | None, int, int]], int]:
+    def _step(
+        self,
+    ) -> tuple[
+        list[tuple[int, int, float, float, float, str | None, int, int, Exception | None]], int
+    ]:
         """One step: (events, requests left). An event: request, token (-1: none), logprob,
-        top_prob, entropy, finish reason or None, stop_bytes, stop_index."""
+        top_prob, entropy, finish reason or None, stop_bytes, stop_index, and with the finish
+        reason "failed" why: such a request has ended, the others go on."""
     def _cancel(self, request: int, undo: bool = False) -> None: ...
     def _generate(
         self,

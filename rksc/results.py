@@ -43,7 +43,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class Token:
-    """One event of a stream. token -1: the request ended without a new token."""
+    """One event of a stream. token -1: the request ended without a new token.
+
+    finish_reason: None while it goes on; those of a Generation; or "failed", with the `error`.
+    """
 
     branch: Branch
     token: int
@@ -53,6 +56,8 @@ class Token:
     finish_reason: str | None = None
     text: str | None = None
     """Text that became final with this token: whole characters, never part of a stop string."""
+    error: Exception | None = None
+    """Why this request could not go on (a CapacityError, for one); a stream raises it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,14 @@ class Gate:
 @dataclass(frozen=True)
 class Stats:
     """A session's books. Blocks: total = used + free; free includes cached (indexed, referenced
-    by nobody); shared: used by two branches or more. Bytes: blocks * block_bytes."""
+    by nobody); shared: used by two branches or more. Bytes: blocks * block_bytes.
+
+    Tokens are rows that went through the model or did not have to: computed the first time;
+    reused, found by the exact index; forked, shared by a fork; recomputed, run again: KV after an
+    eviction, and the last row of a branch whose KV is there when its distribution is wanted
+    (`logits`, `hidden`, `score`, the first token of a generation), because none is stored.
+    What ASKS' probes run is in `Gate`.
+    """
 
     blocks_total: int
     blocks_used: int

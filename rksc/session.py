@@ -7,6 +7,7 @@ here text becomes tokens, settings become numbers, and rows become the records o
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 import threading
 from collections import deque
@@ -23,14 +24,14 @@ from .config import ModelConfig
 from .guard import same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .results import Gate, Generation, Stats, Token, Verdict
-from .text import TextStream, final_text
+from .text import TextStream, check_text, final_text
 from .types import Tokens
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 Text = str | Tokens
-Event = tuple[int, int, float, float, float, str | None, int, int]
+Event = tuple[int, int, float, float, float, str | None, int, int, Exception | None]
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _OFF = 2.0  # a confidence never reaches it
@@ -95,9 +96,9 @@ class BranchSession(_core.Session):
     """
 
     tokenizer: Tokenizer | None
-    cgee: CGEE | None
     rsbcm: RSBCM
     _asks: ASKS | None
+    _cgee: CGEE | None
     _token_bytes: list[bytes] | None
     _requests: dict[int, _Request]
     _stepping: threading.RLock
@@ -122,10 +123,9 @@ class BranchSession(_core.Session):
         hash_bits: int = 64,
         poison: bool = False,
     ) -> BranchSession:
-        for name, value, kind in (("cgee", cgee, CGEE), ("rsbcm", rsbcm, RSBCM)):
-            if not isinstance(value, kind) and not (name == "cgee" and value is None):
-                none = " or None" if name == "cgee" else ""
-                raise ValueError(f"{name} must be rksc.{kind.__name__}{none}, got {value!r}")
+        cgee = _as_cgee(cgee)
+        if not isinstance(rsbcm, RSBCM):
+            raise ValueError(f"rsbcm must be rksc.RSBCM, got {rsbcm!r}")
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
             raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
         config = ModelConfig.of(config)
@@ -172,7 +172,9 @@ class BranchSession(_core.Session):
     def asks(self, asks: ASKS | None) -> None:
         if asks is not None:
             if not isinstance(asks, ASKS):
-                raise ValueError(f"asks must be rksc.ASKS or None, got {asks!r}")
+                raise ValueError(
+                    f"asks must be rksc.ASKS or None, got {asks!r} (ASKS(center=...), ASKS.paper())"
+                )
             if asks.guard is not None and self.tokenizer is None:
                 raise ValueError(
                     f"asks.guard={asks.guard!r} compares texts and this session has no tokenizer: "
@@ -190,6 +192,15 @@ class BranchSession(_core.Session):
                 )
         self._asks = asks
 
+    @property
+    def cgee(self) -> CGEE | None:
+        """How much to verify; None: everything, in full."""
+        return self._cgee
+
+    @cgee.setter
+    def cgee(self, cgee: CGEE | None) -> None:
+        self._cgee = _as_cgee(cgee)
+
     # ---- text ------------------------------------------------------------------------------
 
     def encode(self, text: Text, *, bos: bool | None = False, field: str = "tokens") -> Tokens:
@@ -197,7 +208,9 @@ class BranchSession(_core.Session):
         once, even where the text (a chat template) already has it; False: without."""
         if not isinstance(text, str):
             return text
-        return self._tokenizer_for(field).encode(text, bos=bos)
+        tokenizer = self._tokenizer_for(field)
+        check_text(field, text)
+        return tokenizer.encode(text, bos=bos)
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens; ValueError in a session without a tokenizer."""
@@ -314,7 +327,7 @@ class BranchSession(_core.Session):
         On an error or Ctrl-C all branches are as they were. progress(n) is called after every
         step with the number of new tokens; with it, Ctrl-C keeps the tokens so far.
         """
-        branches = _as_list(branches)
+        branches = _distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be None or a callable, got {progress!r}")
@@ -324,6 +337,16 @@ class BranchSession(_core.Session):
         return [
             self._generation(branch, plan, *row) for branch, row in zip(branches, rows, strict=True)
         ]
+
+    def check_settings(
+        self,
+        max_new_tokens: int = 32,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Raise what `generate` would raise for these settings, before anything is computed."""
+        self._plan(max_new_tokens, sampling, stop, stop_ids)
 
     def _plan(
         self,
@@ -342,10 +365,12 @@ class BranchSession(_core.Session):
         for text in stops:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be non-empty strings, got {text!r}")
+            check_text("stop", text)
         if stops:
             self._tokenizer_for("stop")
         ids = self.config.eos if stop_ids is None else stop_ids
         seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
+        max_new_tokens = integer("max_new_tokens", max_new_tokens)
         return _Plan(max_new_tokens, sampling, stops, tuple(ids), self.cgee, seed)
 
     def _generation(
@@ -384,9 +409,10 @@ class BranchSession(_core.Session):
         """`generate`, token by token as they come; the settings are checked at once.
 
         Token.text is whole characters and never a part of a stop string. Closing the iterator
-        (or leaving a `for` by an exception) cancels what still runs; tokens so far stay.
+        (or leaving a `for` by an exception) cancels what still runs; tokens so far stay. An
+        error of a branch that cannot go on is raised here, whoever ran the step that met it.
         """
-        branches = _as_list(branches)
+        branches = _distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         return self._stream(branches, plan)
 
@@ -394,7 +420,10 @@ class BranchSession(_core.Session):
         requests = self._submit_all(branches, plan, streamed=True)
         try:
             while requests:
-                yield from self._next_tokens(requests)
+                for token in self._next_tokens(requests):
+                    if token.error is not None:
+                        raise token.error
+                    yield token
         finally:
             for number in requests:
                 self.cancel(number)
@@ -410,8 +439,16 @@ class BranchSession(_core.Session):
             while requests:
                 tokens = self._next_tokens(requests)
                 for token in tokens:
+                    if token.error is not None:
+                        raise token.error
                     made[token.branch.id].append(token)
                 progress(sum(token.token >= 0 for token in tokens))
+        except Exception:
+            with self._stepping:
+                for request in all_requests:
+                    self._requests.pop(request.number, None)
+                    self._cancel(request.number, True)
+            raise
         finally:
             for number in requests:
                 self.cancel(number)
@@ -452,7 +489,8 @@ class BranchSession(_core.Session):
     def step(self) -> list[Token]:
         """One step over all requests: tokens of those from `submit`. `n_requests` are left.
 
-        Running `stream` iterators go on too; their tokens wait for them.
+        A request that cannot go on ends with Token.error, the others go on. Running `stream`
+        iterators go on too; their tokens wait for them.
         """
         with self._stepping:
             own = {n: r for n, r in list(self._requests.items()) if not r.streamed}
@@ -480,7 +518,7 @@ class BranchSession(_core.Session):
             try:
                 for branch in branches:
                     number = self._submit(branch, *(*plan.arguments(), group))
-                    made[number] = _Request(branch, plan, streamed, self._text_stream(plan))
+                    made[number] = _Request(number, branch, plan, streamed, self._text_stream(plan))
             except BaseException:
                 for number in made:
                     self._cancel(number, True)
@@ -543,10 +581,7 @@ class BranchSession(_core.Session):
         always computed. yes, no: ids, or texts of exactly one token.
         """
         branches = _as_list(branches)
-        if cgee == "session":
-            cgee = self.cgee
-        if cgee is not None and not isinstance(cgee, CGEE):
-            raise ValueError(f"cgee must be rksc.CGEE or None, got {cgee!r}")
+        cgee = self.cgee if cgee == "session" else _as_cgee(cgee)
         rows = self._verify(
             branches,
             self.encode(prompt, field="prompt"),
@@ -563,9 +598,9 @@ class BranchSession(_core.Session):
         return verdicts
 
     def token_id(self, token: int | str, field: str = "token") -> int:
-        """An id as it is, or that of a text that is exactly one token, else a ValueError."""
+        """An id of the vocabulary, or that of a text that is exactly one token."""
         if not isinstance(token, str):
-            return token
+            return integer(field, token, most=self.config.vocab_size - 1)
         ids = list(self.encode(token, field=field))
         if len(ids) != 1:
             raise ValueError(f"{field}={token!r} is {len(ids)} tokens {ids}, not one")
@@ -577,6 +612,11 @@ class BranchSession(_core.Session):
         branches = _as_list(branches)
         if not branches:
             raise ValueError("branches: nothing to select from")
+        for i, branch in enumerate(branches):
+            if not isinstance(branch, Branch):
+                raise TypeError(f"branches[{i}] must be a rksc.Branch, not {type(branch).__name__}")
+            if branch.session is not self:
+                raise ValueError(f"branches[{i}] belongs to another session")
         verified = [branch for branch in branches if branch.score is not None]
         # max keeps the first on a tie
         return max(verified or branches, key=lambda branch: mark(branch.score, branch.confidence))
@@ -632,6 +672,7 @@ class _Plan:
 class _Request:
     """A submitted continuation: tokens that wait to be handed out, and how it ended."""
 
+    number: int
     branch: Branch
     plan: _Plan
     streamed: bool
@@ -640,7 +681,7 @@ class _Request:
     end: tuple[str, int, int] | None = None  # finish reason, stop_bytes, stop_index
 
     def take(self, event: Event) -> None:
-        _, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index = event
+        _, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index, error = event
         piece = None
         if self.text is not None:
             piece = self.text.feed(token) if token >= 0 else ""
@@ -648,7 +689,39 @@ class _Request:
                 piece += self.text.finish(stop_bytes)
         if finish is not None:
             self.end = (finish, stop_bytes, stop_index)
-        self.waiting.append(Token(self.branch, token, logprob, top_prob, entropy, finish, piece))
+        self.waiting.append(
+            Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error)
+        )
+
+
+def integer(field: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    """An int in [least, most]; a TypeError or ValueError names the field."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{field} must be an int, got {value!r}")
+    number = operator.index(value)
+    if not least <= number <= most:
+        raise ValueError(f"{field} must be in {least} .. {most}, got {number}")
+    return number
+
+
+def _as_cgee(cgee: Any) -> CGEE | None:
+    if cgee is not None and not isinstance(cgee, CGEE):
+        raise ValueError(
+            f"cgee must be rksc.CGEE or None, got {cgee!r} (presets: CGEE(), CGEE.fast(), "
+            "CGEE.paper())"
+        )
+    return cgee
+
+
+def _distinct(branches: Branch | Sequence[Branch]) -> list[Branch]:
+    """`_as_list` for a call that changes branches: each may stand there once."""
+    listed = _as_list(branches)
+    seen: set[int] = set()
+    for branch in listed:
+        if isinstance(branch, Branch) and id(branch) in seen:
+            raise ValueError(f"branches: branch {branch.id} stands there twice")
+        seen.add(id(branch))
+    return listed
 
 
 def _as_list(branches: Branch | Sequence[Branch]) -> list[Branch]:

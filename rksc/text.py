@@ -1,4 +1,4 @@
-"""Bytes of tokens to text: whole characters only, never a part of a stop string.
+"""Between texts and bytes of tokens: whole characters only, never a part of a stop string.
 
 A token's bytes may begin or end inside a character; a stop string may begin in one token and
 end in another. Bytes that may still become either wait until that is decided.
@@ -8,6 +8,17 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+
+
+def check_text(field: str, text: object) -> None:
+    """TypeError for what is no str, ValueError for a text that has no bytes; both name `field`."""
+    if not isinstance(text, str):
+        raise TypeError(f"{field} must be a str, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{text[error.start]!r} at {error.start}"
+        raise ValueError(f"{field}: {half} is half a character (a lone surrogate)") from None
 
 
 def final_text(token_bytes: Sequence[bytes], tokens: Iterable[int], cut: int = 0) -> str:

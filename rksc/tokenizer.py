@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat import Message, render
+from .text import check_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -141,9 +142,7 @@ class Tokenizer:
         text begin here? If it goes on after other tokens, there is no BOS unless bos=True, and
         none of the space that SentencePiece models put before a text.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text must be a str, not {type(text).__name__}")
-        text.encode()  # a lone surrogate is a ValueError here
+        check_text("text", text)
         pipeline = self._variant(special, start or not self._strips_space)
         ids: list[int] = pipeline.encode(text, add_special_tokens=False).ids
         if bos and self.bos_id is None:

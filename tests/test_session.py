@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from letters import BOS, PIECES, Letters
 from models import T4
+from sessions import block_bytes
 
-from rksc import ASKS, CGEE, RSBCM, BranchSession, Sampling
+from rksc import ASKS, CGEE, RSBCM, BranchSession, CapacityError, Sampling
 from rksc.results import Stats, Token
 from rksc.session import parse_bytes, parse_device, parse_dtype
 from rksc.text import TextStream, final_text
@@ -82,9 +83,9 @@ def test_device_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"cgee": "fast"}, "cgee"),
+        ({"cgee": "fast"}, r"CGEE\.fast\(\)"),
         ({"rsbcm": None}, "rsbcm"),
-        ({"asks": True}, "asks"),
+        ({"asks": "paper"}, r"asks must .* ASKS\.paper\(\)"),
         ({"tokenizer": "gpt2"}, "tokenizer"),
         ({"kv_bytes": "much"}, "kv_bytes"),
         ({"dtype": "int4"}, "dtype"),
@@ -95,6 +96,19 @@ def test_device_says_what_is_missing() -> None:
 def test_bad_options_are_named(make_session: Make, options: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         make_session("T4", **options)
+
+
+def test_a_bad_cgee_changes_nothing(session: BranchSession) -> None:
+    with pytest.raises(ValueError, match="cgee"):
+        session.cgee = 0.7  # type: ignore[assignment]
+    assert session.cgee == CGEE()
+
+
+def test_a_budget_beyond_all_memory_is_named(make_session: Make) -> None:
+    with pytest.raises(MemoryError, match="kv_bytes"):
+        make_session("T4", kv_bytes="1000TB")
+    with pytest.raises(ValueError, match="kv_bytes must be in"):
+        make_session("T4", kv_bytes=2**64 - 1)
 
 
 def test_bad_asks_is_named_and_changes_nothing(session: BranchSession) -> None:
@@ -133,6 +147,36 @@ def test_text_gets_one_bos_and_tokens_none(session: BranchSession, bare: BranchS
         bare.prefill([5], suffix="abc")
     with pytest.raises(ValueError, match="tokenizer"):
         bare.decode([5])
+
+
+def test_where_ids_are_wanted_a_text_is_told_the_way(session: BranchSession) -> None:
+    root = session.prefill("abc")
+    calls: list[Callable[[], object]] = [
+        lambda: root.fork(["YES"]),  # type: ignore[list-item]
+        lambda: root.fork("YES"),  # type: ignore[arg-type]
+        lambda: root.extend("YES"),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"ids.*session\.encode|sequences.*session\.encode"):
+            call()
+    assert root.fork([session.encode("YES")])[0].n_tokens == root.n_tokens + 1
+
+
+def test_half_a_character_is_named(session: BranchSession) -> None:
+    """A lone surrogate has no bytes; the error names field and place, not a codec."""
+    root, half = session.prefill("abc"), "ab\ud800"
+    calls: dict[str, Callable[[], object]] = {
+        "tokens": lambda: session.prefill(half),
+        "suffix": lambda: session.prefill("abc", suffix=half),
+        "continuations": lambda: session.score(root, [half]),
+        "prompt": lambda: session.verify([root], half, 5, 6),
+        "yes": lambda: session.verify([root], "abc", half, 6),
+        "stop": lambda: session.generate(root, 3, stop=half),
+    }
+    for field, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{field}: .*at 2 is half a character"):
+            call()
+    assert session.stats().branches == 1
 
 
 def test_a_suffix_is_a_fork_in_all_but_name(session: BranchSession) -> None:
@@ -378,11 +422,16 @@ def test_bad_generation_settings(session: BranchSession, bare: BranchSession) ->
         ({"stop": ""}, "stop"),
         ({"stop": [3]}, "stop"),
         ({"sampling": 0.7}, "sampling"),
-        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be in 0"),
+        ({"max_new_tokens": 10**30}, "max_new_tokens must be in 0"),
     ):
-        for call in (session.generate, session.stream):
+        for call in (session.generate, session.stream, session.submit):
             with pytest.raises(ValueError, match=field):
-                list(call(root, **kwargs))
+                call(root, **kwargs)  # type: ignore[operator]
+        with pytest.raises(ValueError, match=field):
+            session.check_settings(**kwargs)
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        session.check_settings(max_new_tokens=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stop: text needs"):
         bare.generate(other, stop="x")
     assert session.n_requests == 0
@@ -487,11 +536,86 @@ def test_submit_step_cancel(session: BranchSession) -> None:
 def test_a_refused_branch_leaves_no_request(session: BranchSession) -> None:
     root = session.prefill(T4.tokens(20))
     kid = root.fork(1)[0]
+    endless = session.submit(kid, 10**6, stop_ids=())
     with pytest.raises(RuntimeError, match="generating"):
-        next(session.stream([kid, kid], 5, stop_ids=()))
+        next(session.stream([root, kid], 5, stop_ids=()))
+    session.cancel(endless)
+    assert session.n_requests == 0
+    assert root.n_tokens == kid.n_tokens == 20
+    assert len(session.generate(kid, 3, stop_ids=())[0].tokens) == 3
+
+
+def test_a_branch_that_stands_there_twice_is_named(session: BranchSession) -> None:
+    root = session.prefill(T4.tokens(20))
+    kid = root.fork(1)[0]
+    for call in (session.generate, session.stream):
+        with pytest.raises(ValueError, match=f"branch {kid.id} stands there twice"):
+            call([kid, root, kid], 5)
     assert session.n_requests == 0
     assert kid.n_tokens == 20
-    assert len(session.generate(kid, 3, stop_ids=())[0].tokens) == 3
+
+
+@pytest.mark.parametrize("order", ["large first", "small first"])
+def test_an_error_reaches_the_stream_that_it_belongs_to(make_session: Make, order: str) -> None:
+    """Two iterators share the steps; the one that outgrows the budget fails, in its own hands."""
+    alone, session = make_session("T4"), make_session("T4", kv_bytes=8 * block_bytes(T4))
+    expected = alone.generate(alone.prefill(T4.tokens(20)), 40, HOT, stop_ids=())[0].tokens
+    small, large = session.prefill(T4.tokens(20)), session.prefill(T4.tokens(60, seed=1))
+    streams = {
+        "large": session.stream(large, 400, HOT, stop_ids=()),
+        "small": session.stream(small, 40, HOT, stop_ids=()),
+    }
+    got: dict[str, list[int]] = {"large": [], "small": []}
+    failed = []
+    turns = sorted(streams, reverse=order == "small first")
+    while turns:
+        for name in list(turns):
+            try:
+                got[name].append(next(streams[name]).token)
+            except StopIteration:
+                turns.remove(name)
+            except CapacityError as error:
+                failed.append(name)
+                assert "KV blocks" in str(error)
+                turns.remove(name)
+    assert failed == ["large"]
+    assert got["small"] == expected.tolist()
+    assert large.tokens.tolist()[60:] == got["large"]
+    assert session.n_requests == 0
+
+
+def test_a_step_tells_which_request_cannot_go_on(make_session: Make) -> None:
+    session = make_session("T4", kv_bytes=8 * block_bytes(T4))
+    small, large = session.prefill(T4.tokens(20)), session.prefill(T4.tokens(60, seed=1))
+    session.submit(large, 400, stop_ids=())
+    session.submit(small, 40, stop_ids=())
+    ends = {}
+    while session.n_requests:
+        for token in session.step():
+            if token.finish_reason:
+                ends[token.branch.id] = (token.finish_reason, type(token.error))
+    assert ends == {
+        large.id: ("failed", CapacityError),
+        small.id: ("length", type(None)),
+    }
+
+
+def test_an_error_undoes_a_generation_with_progress(make_session: Make) -> None:
+    """Branches that had ended too, and whether the engine or the callback raised it."""
+    session = make_session("T4", kv_bytes=8 * block_bytes(T4))
+    small, large = session.prefill(T4.tokens(20)), session.prefill(T4.tokens(60, seed=1))
+    before = [(b.tokens.tolist(), b.confidence) for b in (small, large)]
+    with pytest.raises(CapacityError, match="KV blocks"):
+        session.generate([small, large], 400, stop_ids=(), progress=lambda n: None)
+    assert [(b.tokens.tolist(), b.confidence) for b in (small, large)] == before
+
+    def fail(n: int) -> None:
+        raise OSError("no terminal")
+
+    with pytest.raises(OSError, match="no terminal"):
+        session.generate([small, large], 9, stop_ids=(), progress=fail)
+    assert [(b.tokens.tolist(), b.confidence) for b in (small, large)] == before
+    assert session.n_requests == 0
 
 
 def test_a_dropped_branch_ends_its_stream(session: BranchSession) -> None:
@@ -622,6 +746,27 @@ def test_select(session: BranchSession, rows: list[tuple[Any, Any]], best: int) 
     assert session.select(kids) is kids[best]
 
 
-def test_select_from_nothing(session: BranchSession) -> None:
+def test_select_from_nothing_and_from_others(session: BranchSession, bare: BranchSession) -> None:
     with pytest.raises(ValueError, match="branches"):
         session.select([])
+    own, foreign = session.prefill([5]), bare.prefill([5])
+    with pytest.raises(ValueError, match=r"branches\[1\] belongs to another session"):
+        session.select([own, foreign])
+    with pytest.raises(TypeError, match=r"branches\[0\]"):
+        session.select(["best"])  # type: ignore[list-item]
+
+
+def test_stats_count_every_row_that_runs_again(session: BranchSession) -> None:
+    """A distribution is not stored: the last row runs again for it, and is counted."""
+    branch = session.prefill(T4.tokens(20))
+
+    def again(call: Callable[[], object]) -> int:
+        before = session.stats().tokens_recomputed
+        call()
+        return session.stats().tokens_recomputed - before
+
+    assert again(lambda: branch.logits) == 1
+    assert again(lambda: branch.hidden) == 1
+    assert again(lambda: session.score(branch, [[5, 6]])) == 1
+    assert again(lambda: session.generate(branch, 1, stop_ids=())) == 1
+    assert again(lambda: session.generate(branch, 4, stop_ids=())) == 0  # one was not computed

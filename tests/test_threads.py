@@ -485,18 +485,20 @@ CROWDED = 12 * 16384
 
 
 def test_a_submission_without_room_fails_in_its_own_step() -> None:
-    """Though the step that found no block for it was a `_generate`'s."""
+    """Though the step that found no block for it was a `_generate`'s; `_step` tells it once."""
     roomy, s = session(), session(kv_bytes=CROWDED)
     expected = roomy._generate([roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
     large, small = s._prefill(list(range(90)) * 2), s._prefill([1, 2, 3])
     request = s._submit(large, 1000, *GREEDY, 0)
     got = s._generate([small], 40, *GREEDY)[0]
     assert [a.tobytes() for a in got[:4]] == [a.tobytes() for a in expected[:4]]
-    with pytest.raises(CapacityError, match="KV blocks"):
-        s._step()
     events, n_left = s._step()
-    assert [(e[0], e[5]) for e in events if e[5]] == [(request, "cancelled")]
+    number, _, _, _, _, finish, _, _, error = events[-1]
+    assert (number, finish, type(error)) == (request, "failed", CapacityError)
+    assert "KV blocks" in str(error)
+    assert [event[5] for event in events[:-1]] == [None] * (len(events) - 1)
     assert (n_left, large.n_tokens) == (0, 193)
+    assert s._step() == ([], 0)
     s.check()
 
 

@@ -245,9 +245,10 @@ rk_status rk_cpu_create(rk_device **out, const rk_config *config,
                                &dev->kv_bytes) ||
         dev->kv_bytes > INT64_MAX ||
         (dev->kv = map_pages(dev->kv_bytes)) == NULL) {
-        status = rk_fail(err, RK_ENOMEM,
-                         "no address space for %lld KV blocks of %zu bytes",
-                         (long long)extent->n_blocks, block_bytes);
+        status = rk_fail(
+            err, RK_ENOMEM,
+            "kv_bytes: no address space for %lld KV blocks of %zu bytes",
+            (long long)extent->n_blocks, block_bytes);
         goto fail;
     }
     dev->pool = cpu_pool_create(n_threads);

@@ -243,20 +243,22 @@ static PyObject *branch_fork(branch_object *self, PyObject *args,
         return NULL;
     }
     if (what == NULL || !PySequence_Check(what)) {
-        if (what != NULL && rk_int_read(&n, what, "the number of children", 1,
-                                        MAX_CHILDREN) < 0) {
+        if (what != NULL &&
+            rk_int_read(&n, what, "what (the number of children)", 1,
+                        MAX_CHILDREN) < 0) {
             return NULL;
         }
         return make_children(self, n, at, NULL);
     }
     if (rk_token_lists_read(&suffixes, what, self->session->vocab_size,
-                            "suffix") < 0) {
+                            "what") < 0) {
         return NULL;
     }
     if (suffixes.n < 1 || suffixes.n > MAX_CHILDREN) {
-        PyErr_Format(PyExc_ValueError,
-                     "the number of children must be in 1 .. %d, got %d",
-                     MAX_CHILDREN, (int)suffixes.n);
+        PyErr_Format(
+            PyExc_ValueError,
+            "what (suffixes of children) must have 1 .. %d items, got %d",
+            MAX_CHILDREN, (int)suffixes.n);
         rk_token_lists_free(&suffixes);
         return NULL;
     }

@@ -76,6 +76,17 @@ void rk_submission_remove(rk_generating *g, rk_submission **at)
     PyMem_RawFree(gone);
 }
 
+void rk_failed_free(rk_generating *g)
+{
+    while (g->failed != NULL) {
+        rk_submission *told = g->failed;
+
+        g->failed = told->next;
+        PyMem_RawFree(told);
+    }
+    g->n_failed = 0;
+}
+
 void rk_generating_free(rk_generating *g)
 {
     if (g == NULL) {
@@ -84,6 +95,7 @@ void rk_generating_free(rk_generating *g)
     while (g->submissions != NULL) {
         rk_submission_remove(g, &g->submissions);
     }
+    rk_failed_free(g);
     PyMem_RawFree(g->token_bytes);
     PyMem_RawFree(g->token_offsets);
     PyMem_RawFree(g->queue);
@@ -206,12 +218,13 @@ void rk_collector_undo(session_object *session, const rk_collector *c)
 }
 
 /* Tell the owner of a request why it cannot go on, and end it: a `_generate`
- * as a whole, as if it had never been called. False: it is our own. */
+ * as a whole, as if it had never been called. False: it is `own`, who is told
+ * by the step itself. */
 static bool blame(session_object *session, const rk_collector *own,
                   uint64_t request, const rk_error *err)
 {
     rk_generating *g = session->generating;
-    rk_submission **at = &g->submissions;
+    rk_submission **at = &g->submissions, *failed;
 
     for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
         if (find_series(c, request) != NULL) {
@@ -222,14 +235,18 @@ static bool blame(session_object *session, const rk_collector *own,
             return c != own;
         }
     }
-    while (own != NULL && *at != NULL && (*at)->request != request) {
+    while (*at != NULL && (*at)->request != request) {
         at = &(*at)->next;
     }
-    if (own == NULL || *at == NULL) {
+    if (*at == NULL) {
         return false;
     }
-    g->failure = *err;
-    end_submission(g, at);
+    failed = *at;
+    *at = failed->next;
+    g->n_submissions--;
+    *failed = (rk_submission){g->failed, request, NULL, *err};
+    g->failed = failed;
+    g->n_failed++;
     rk_session_cancel(session->engine, request);
     return true;
 }

@@ -30,11 +30,12 @@ typedef struct rk_collector {
     rk_error failure;  /* of one of them, in another's step */
 } rk_collector;
 
-/* A request of `_submit` that has not ended. */
+/* A request of `_submit` that has not ended, or failed. */
 typedef struct rk_submission {
     struct rk_submission *next;
     uint64_t request;
     const rk_branch *branch; /* only compared */
+    rk_error failure;
 } rk_submission;
 
 struct rk_generating {
@@ -46,13 +47,14 @@ struct rk_generating {
     int32_t n_submissions;
     rk_token *queue; /* (n_queue,) events for `_step` */
     int32_t n_queue, queue_capacity;
-    rk_error failure; /* of a submission, in another's step */
+    rk_submission *failed; /* owned, for `_step` to tell */
+    int32_t n_failed;
 };
 
 /* One step of the engine for a running `_generate`, or for `_step` (own NULL).
  * Its events go where they belong, after a failure those that came before it.
- * The failure does, too: a request of somebody else that cannot go on is ended,
- * its owner hears of it, and this step has succeeded. */
+ * The failure does, too: a request that cannot go on is ended, its owner hears
+ * of it, and but for own's requests this step has succeeded. */
 rk_status rk_generating_step(session_object *session, const rk_collector *own,
                              int32_t *n_active, rk_error *err);
 
@@ -61,6 +63,9 @@ bool rk_generating_collects(const rk_generating *g, uint64_t request);
 
 /* Take *at out of the list. */
 void rk_submission_remove(rk_generating *g, rk_submission **at);
+
+/* Forget those that failed. */
+void rk_failed_free(rk_generating *g);
 
 /* Undo all of its requests. */
 void rk_collector_undo(session_object *session, const rk_collector *c);

@@ -18,13 +18,11 @@ int rk_numpy_import(void)
 /* ---- errors ----------------------------------------------------------------
  */
 
-PyObject *rk_raise(const rk_state *state, const rk_error *err)
+PyObject *rk_exception(const rk_state *state, const rk_error *err)
 {
-    PyObject *type = NULL, *text;
+    PyObject *type = NULL, *text, *exception;
 
     switch (err->status) {
-    case RK_EINTERRUPTED:
-        return NULL; /* the handler's exception is already there */
     case RK_EVALUE:
         type = PyExc_ValueError;
         break;
@@ -43,8 +41,9 @@ PyObject *rk_raise(const rk_state *state, const rk_error *err)
     case RK_ESTATE:
         type = PyExc_RuntimeError;
         break;
+    case RK_EINTERRUPTED:
     case RK_OK:
-        type = PyExc_SystemError; /* a failure that says it is none */
+        type = PyExc_SystemError; /* nothing that a call could mean */
         break;
     }
     if (type == NULL) { /* the module's state was cleared at exit */
@@ -53,9 +52,25 @@ PyObject *rk_raise(const rk_state *state, const rk_error *err)
     /* A long name may have been cut in the middle of a character. */
     text = PyUnicode_DecodeUTF8(err->text, (Py_ssize_t)strlen(err->text),
                                 "replace");
-    if (text != NULL) {
-        PyErr_SetObject(type, text);
-        Py_DECREF(text);
+    if (text == NULL) {
+        return NULL;
+    }
+    exception = PyObject_CallFunctionObjArgs(type, text, NULL);
+    Py_DECREF(text);
+    return exception;
+}
+
+PyObject *rk_raise(const rk_state *state, const rk_error *err)
+{
+    PyObject *exception;
+
+    if (err->status == RK_EINTERRUPTED) {
+        return NULL; /* the handler's exception is already there */
+    }
+    exception = rk_exception(state, err);
+    if (exception != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+        Py_DECREF(exception);
     }
     return NULL;
 }
@@ -81,7 +96,7 @@ int rk_int_read(int32_t *out, PyObject *object, const char *what, int32_t least,
     }
     value = PyLong_AsLongLongAndOverflow(integer, &overflow);
     if (overflow != 0 || value < least || value > most) {
-        if (most == INT32_MAX) {
+        if (most == INT32_MAX && overflow <= 0 && value < least) {
             PyErr_Format(PyExc_ValueError, "%s must be at least %d, got %S",
                          what, (int)least, integer);
         } else {
@@ -230,6 +245,13 @@ static int read_item(int32_t *out, PyObject *item, Py_ssize_t at,
     return 0;
 }
 
+/* What to do about a text where ids are wanted. */
+static const char *text_hint(PyObject *object)
+{
+    return PyUnicode_Check(object) ? " (session.encode makes ids of a text)"
+                                   : "";
+}
+
 static int read_sequence(rk_tokens *out, PyObject *object, int32_t vocab_size,
                          const char *what)
 {
@@ -238,8 +260,8 @@ static int read_sequence(rk_tokens *out, PyObject *object, int32_t vocab_size,
     if (!PySequence_Check(object) || PyUnicode_Check(object) ||
         PyBytes_Check(object) || PyByteArray_Check(object)) {
         PyErr_Format(PyExc_TypeError,
-                     "%s must be a sequence of token ids, got %.200s", what,
-                     Py_TYPE(object)->tp_name);
+                     "%s must be a sequence of token ids, got %.200s%s", what,
+                     Py_TYPE(object)->tp_name, text_hint(object));
         return -1;
     }
     /* A tuple of our own: __index__ of an item may change a list. */
@@ -305,8 +327,8 @@ int rk_token_lists_read(rk_token_lists *out, PyObject *object,
     if (!PySequence_Check(object) || PyUnicode_Check(object) ||
         PyBytes_Check(object)) {
         PyErr_Format(PyExc_TypeError,
-                     "%ss must be a sequence of token sequences, got %.200s",
-                     what, Py_TYPE(object)->tp_name);
+                     "%s must be a sequence of token sequences, got %.200s%s",
+                     what, Py_TYPE(object)->tp_name, text_hint(object));
         return -1;
     }
     items = PySequence_Tuple(object);
@@ -315,7 +337,7 @@ int rk_token_lists_read(rk_token_lists *out, PyObject *object,
     }
     n = PyTuple_GET_SIZE(items);
     if (n > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%zd %ss are too many", n, what);
+        PyErr_Format(PyExc_ValueError, "%s: %zd are too many", what, n);
         goto fail;
     }
     out->ids = PyMem_RawCalloc((size_t)n + 1, sizeof *out->ids);
@@ -328,7 +350,7 @@ int rk_token_lists_read(rk_token_lists *out, PyObject *object,
         rk_tokens tokens;
         char name[64];
 
-        PyOS_snprintf(name, sizeof name, "%s %zd", what, i);
+        PyOS_snprintf(name, sizeof name, "%s[%zd]", what, i);
         if (rk_tokens_read(&tokens, PyTuple_GET_ITEM(items, i), vocab_size,
                            name) < 0) {
             goto fail;

@@ -171,7 +171,7 @@ static rk_status submit(session_object *self, rk_branch *branch,
         PyMem_RawFree(new);
         return status;
     }
-    *new = (rk_submission){g->submissions, *request, branch};
+    *new = (rk_submission){g->submissions, *request, branch, {0}};
     g->submissions = new;
     g->n_submissions++;
     return RK_OK;
@@ -221,20 +221,37 @@ PyObject *rk_session_py_submit(session_object *self, PyObject *args,
 
 static PyObject *event_tuple(const rk_token *e)
 {
-    return Py_BuildValue("(Kidddzii)", (unsigned long long)e->request,
+    return Py_BuildValue("(KidddziiO)", (unsigned long long)e->request,
                          (int)e->token, (double)e->logprob, (double)e->top_prob,
                          (double)e->entropy, finish_name(e->finish),
-                         (int)e->stop_bytes, (int)e->stop_index);
+                         (int)e->stop_bytes, (int)e->stop_index, Py_None);
 }
 
-/* The queue's events as a list; the queue is empty afterwards. */
-static PyObject *take_queue(rk_generating *g)
+static PyObject *failure_tuple(const rk_state *state, const rk_submission *s)
 {
-    PyObject *list = PyList_New(g->n_queue);
+    PyObject *error = rk_exception(state, &s->failure);
 
-    for (int32_t i = 0; list != NULL && i < g->n_queue; i++) {
-        PyObject *event = event_tuple(&g->queue[i]);
+    return error == NULL
+               ? NULL
+               : Py_BuildValue("(KidddsiiN)", (unsigned long long)s->request,
+                               -1, 0.0, 0.0, 0.0, "failed", 0, -1, error);
+}
 
+/* The queue's events and then failures, a list; both are empty afterwards. */
+static PyObject *take_queue(const rk_state *state, rk_generating *g)
+{
+    PyObject *list = PyList_New(g->n_queue + g->n_failed);
+    const rk_submission *failed = g->failed;
+
+    for (int32_t i = 0; list != NULL && i < g->n_queue + g->n_failed; i++) {
+        PyObject *event;
+
+        if (i < g->n_queue) {
+            event = event_tuple(&g->queue[i]);
+        } else {
+            event = failure_tuple(state, failed);
+            failed = failed->next;
+        }
         if (event == NULL) {
             Py_CLEAR(list);
             return NULL;
@@ -243,6 +260,7 @@ static PyObject *take_queue(rk_generating *g)
     }
     if (list != NULL) {
         g->n_queue = 0;
+        rk_failed_free(g);
     }
     return list;
 }
@@ -260,11 +278,7 @@ PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
     }
     /* Others' steps may have brought some; without requests there is nothing
      * to do, whatever runs for somebody else. */
-    if (g->failure.status != RK_OK) {
-        err = g->failure;
-        status = err.status;
-        g->failure.status = RK_OK;
-    } else if (g->n_queue == 0 && g->n_submissions > 0) {
+    if (g->n_queue + g->n_failed == 0 && g->n_submissions > 0) {
         rk_visitor visitor;
         int32_t n_active = 0;
 
@@ -273,7 +287,7 @@ PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
         rk_long_end(self, &visitor);
     }
     if (status == RK_OK) {
-        events = take_queue(g);
+        events = take_queue(self->state, g);
     }
     n_left = g->n_submissions;
     rk_session_leave(self);

@@ -287,7 +287,7 @@ PyObject *rk_session_py_score(session_object *self, PyObject *args,
     branch = rk_branch_read(self, object, "branch");
     if (branch == NULL ||
         rk_token_lists_read(&lists, continuations, self->vocab_size,
-                            "continuation") < 0) {
+                            "continuations") < 0) {
         return NULL;
     }
     arrays = score(self, branch, &lists);

@@ -171,7 +171,9 @@ PyObject *rk_session_py_prefill_similar(session_object *self, PyObject *args,
 
 /* ---- values (convert.c) -------------------------------------------------- */
 
-/* Set the exception that a failed call means; always returns NULL. */
+/* The exception that a failed call means, or NULL with another one set. */
+PyObject *rk_exception(const rk_state *state, const rk_error *err);
+/* Set it (RK_EINTERRUPTED: the handler's is there); always returns NULL. */
 PyObject *rk_raise(const rk_state *state, const rk_error *err);
 
 /* NumPy's table of functions; 0, or -1 with an exception. */
@@ -188,7 +190,7 @@ int rk_tokens_read(rk_tokens *out, PyObject *object, int32_t vocab_size,
                    const char *what);
 void rk_tokens_free(rk_tokens *tokens);
 
-/* Several of them, from a sequence of sequences. Item i is called "what i". */
+/* Several of them, from a sequence of sequences. Item i is called "what[i]". */
 typedef struct rk_token_lists {
     int32_t **ids; /* (n,) each owned */
     int32_t *lengths;

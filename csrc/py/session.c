@@ -128,8 +128,8 @@ static int read_kv_bytes(PyObject *object, int64_t *bytes)
         return -1;
     }
     if (value < 1 || value > INT64_MAX) {
-        PyErr_Format(PyExc_ValueError, "kv_bytes must be positive, got %R",
-                     object);
+        PyErr_Format(PyExc_ValueError,
+                     "kv_bytes must be in 1 .. 2**63 - 1, got %R", object);
         return -1;
     }
     *bytes = (int64_t)value;
