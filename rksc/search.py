@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .options import Sampling
 from .prompts import INSTRUCTION, VALUE, Wordings
-from .session import BranchSession, mark
-from .solve import Node, Run, Solution, session_of
+from .session import BranchSession, integer, mark
+from .solve import Node, Run, Solution, check_room, session_of
 
 if TYPE_CHECKING:
     from .load import Model
@@ -46,14 +44,19 @@ def search(
     are verified in full: shortcuts of CGEE decide a winner, not a ranking. The best is chosen
     among finished answers and the last level. Other settings as in `rksc.solve`.
     """
-    for name, value in (("expand", expand), ("depth", depth), ("beam", beam)):
-        if not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+    expand, depth, beam = (
+        integer(field, value, least=1)
+        for field, value in (("expand", expand), ("depth", depth), ("beam", beam))
+    )
     session = session_of(model, problem, extract)
+    widest = expand * min(beam, expand ** min(depth - 1, 31))
+    check_room(session, "expand, beam", widest)
     words = Wordings(session, instruction, system, verify_prompt)
     sampling = Sampling(temperature=0.7) if sampling is None else sampling
-    answers, question = words.answers(yes, no), words.verification()
+    session.check_settings(max_new_tokens, sampling, stop)
     last_tokens = 4 * max_new_tokens if last_tokens is None else last_tokens
+    integer("last_tokens", last_tokens)
+    answers, question = words.answers(yes, no), words.verification()
     with Run(session, problem, progress) as run:
         with run.phase("prefill"):
             run.plant(words.problem(problem))

@@ -22,11 +22,13 @@ from .options import Sampling
 from .progress import Progress
 from .prompts import INSTRUCTION, VERIFY, Wordings
 from .results import Gate, Generation, Stats, Verdict
-from .session import BranchSession, mark
+from .session import BranchSession, integer, mark
+from .text import check_text
 
 if TYPE_CHECKING:
     from .load import Model
 
+_MOST_BRANCHES = 1 << 20  # of one fork
 _COUNTED = (
     "tokens_computed", "tokens_reused", "tokens_forked", "tokens_recomputed", "layers_run",
     "layers_saved", "evictions",
@@ -202,10 +204,12 @@ def solve(
     from the best text to the answer (None: `final_answer`). progress: None shows a bar on a
     terminal. What is verified, skipped and exited is the session's `cgee`.
     """
-    session = session_of(model, problem, extract)
-    words = Wordings(session, instruction, system, verify_prompt)
     plans = _as_approaches(approaches)
+    session = session_of(model, problem, extract)
+    check_room(session, "approaches", len(plans))
+    words = Wordings(session, instruction, system, verify_prompt)
     sampling = Sampling(temperature=0.7) if sampling is None else sampling
+    session.check_settings(max_new_tokens, sampling, stop)
     answers, question = words.answers(yes, no), words.verification()
     with Run(session, problem, progress) as run:
         with run.phase("prefill"):
@@ -225,8 +229,7 @@ def session_of(
     model: Model | BranchSession, problem: str, extract: Callable[[str], str] | None
 ) -> BranchSession:
     """The session that solve and search run on, once what they are given is of the right kind."""
-    if not isinstance(problem, str):
-        raise TypeError(f"problem must be a str, got {problem!r}")
+    check_text("problem", problem)
     if extract is not None and not callable(extract):
         raise TypeError(f"extract must be None or a callable, got {extract!r}")
     if isinstance(model, BranchSession):
@@ -238,19 +241,28 @@ def session_of(
     return model.session()
 
 
+def check_room(session: BranchSession, field: str, n_branches: int) -> None:
+    """Refuse more branches at a time than there are blocks: not even one token each has room."""
+    n_blocks = session.stats().blocks_total
+    if n_branches > n_blocks:
+        raise ValueError(
+            f"{field}: {n_branches} branches at a time, but kv_bytes is {n_blocks} KV blocks and "
+            "each branch needs one of its own"
+        )
+
+
 def _as_approaches(approaches: int | Sequence[str | Approach]) -> list[Approach]:
-    if isinstance(approaches, (int, np.integer)):
-        if approaches < 1:
-            raise ValueError(f"approaches must be at least 1, got {approaches}")
-        return [Approach()] * int(approaches)
+    if hasattr(approaches, "__index__"):
+        return [Approach()] * integer("approaches", approaches, 1, _MOST_BRANCHES)
     if not isinstance(approaches, Sequence) or isinstance(approaches, str) or not approaches:
         raise ValueError(f"approaches must be a number or a non-empty list, got {approaches!r}")
     made = [Approach(suffix=a) if isinstance(a, str) else a for a in approaches]
     for plan in made:
         if not isinstance(plan, Approach):
             raise ValueError(f"approaches: {plan!r} is neither a str nor a rksc.Approach")
-        if not isinstance(plan.suffix, str) or not isinstance(plan.prompt, (str, type(None))):
-            raise ValueError(f"approaches: prompt and suffix must be texts, got {plan!r}")
+        check_text("approaches: suffix", plan.suffix)
+        if plan.prompt is not None:
+            check_text("approaches: prompt", plan.prompt)
     return made
 
 

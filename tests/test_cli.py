@@ -56,6 +56,33 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert process.wait(60) == 141
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--branches", "0"], "--branches: must be a whole number, at least 1"),
+        (["--depth", "0"], "--depth: must be"),
+        (["--depth", "many"], "--depth: must be"),
+        (["--max-new-tokens", "-3"], "--max-new-tokens: must be"),
+        (["--html", "/no/such/folder/x"], "--html: cannot write '/no/such/folder/x'"),
+        (["--html", "/"], "--html: cannot write"),
+        (["--cgee", "turbo"], "--cgee: invalid choice: 'turbo' (choose from"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(
+    capsys: Any, options: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["solve", "no-such-model.gguf", "--problem", "x", *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_approach_is_a_whole_answer(capsys: Any) -> None:
+    arguments = ["solve", "none.gguf", "--problem", "x", "--approach", "First", "--depth", "2"]
+    assert main(arguments) == 2
+    assert "--approach" in capsys.readouterr().err
+
+
 def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
     assert main(["solve", path, "--problem", "x", "--dtype", "int4"]) == 2
     assert "dtype" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from letters import ASSISTANT, BOS, END, SPECIAL, USER, Letters
 from models import T4
 from sessions import block_bytes
 
-from rksc import ASKS, CGEE, Approach, BranchSession, Model, Sampling, Solution, search, solve
+from rksc import ASKS, CGEE, Approach, BranchSession, Model, Node, Sampling, Solution, search, solve
 from rksc.bench import Shape, Work, alone, flop, measure, report, shared, table
 from rksc.progress import Progress
 from rksc.prompts import Wordings
@@ -152,15 +152,60 @@ def test_skipped_verification_is_told(session: BranchSession) -> None:
     assert "skipped: one contender" in str(s)
 
 
-@pytest.mark.parametrize("approaches", [0, -1, [], "abc", [3], Approach()])
+@pytest.mark.parametrize("approaches", [0, -1, [], "abc", [3], Approach(), 10**6, 10**12, None])
 def test_bad_approaches(session: BranchSession, approaches: Any) -> None:
     with pytest.raises(ValueError, match="approaches"):
         solve(session, PROBLEM, approaches, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("call", [solve, search])
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        ({"problem": None}, TypeError), ({"problem": "th \udfff"}, ValueError),
+        ({"system": 5}, TypeError), ({"system": "\ud800"}, ValueError),
+        ({"instruction": 5}, TypeError), ({"verify_prompt": b"YES?"}, TypeError),
+        ({"max_new_tokens": None}, TypeError), ({"max_new_tokens": -1}, ValueError),
+        ({"sampling": 0.7}, ValueError), ({"stop": ""}, ValueError), ({"extract": 3}, TypeError),
+        ({"no": 6, "yes": 5.5}, TypeError), ({"yes": 5, "no": 97}, ValueError),
+    ],
+)  # fmt: skip
+def test_arguments_are_checked_before_anything_is_computed(
+    session: BranchSession, call: Any, argument: dict[str, Any], error: type[Exception]
+) -> None:
+    field = list(argument)[-1]
+    with pytest.raises(error, match=field):
+        call(session, **{"problem": PROBLEM, **argument})
+    assert session.stats().steps == 0
+
+
+def test_bad_texts_of_an_approach(session: BranchSession) -> None:
+    for plan, field in (
+        (Approach(suffix="a\ud800"), "suffix"),
+        (Approach(prompt="\ud800"), "prompt"),
+    ):
+        with pytest.raises(ValueError, match=f"approaches: {field}: "):
+            solve(session, PROBLEM, [plan])
+
+
+def test_more_branches_than_blocks_are_refused(make_session: Make) -> None:
+    """Each branch writes at least one token into a block of its own."""
+    n = 40
+    session = make_session("T4", tokenizer=Letters(chat=True), kv_bytes=n * block_bytes(T4))
+    assert len(solve(session, PROBLEM, n, max_new_tokens=2, **SHORT).nodes) == n + 1
+    with pytest.raises(ValueError, match=f"approaches: {n + 1} branches .* {n} KV blocks"):
+        solve(session, PROBLEM, n + 1, max_new_tokens=2)
+    with pytest.raises(ValueError, match="expand, beam: 60 branches"):
+        search(session, PROBLEM, expand=6, depth=3, beam=10)
+    search(session, PROBLEM, expand=4, depth=2, beam=10**9, max_new_tokens=2, **SHORT)
+
+
 def test_a_failed_call_leaves_no_branches(session: BranchSession) -> None:
-    with pytest.raises(ValueError, match="stop"):
-        solve(session, PROBLEM, 3, max_new_tokens=2, stop="", **SHORT)
+    def extract(text: str) -> str:
+        raise LookupError(text)
+
+    with pytest.raises(LookupError):
+        solve(session, PROBLEM, 3, max_new_tokens=2, extract=extract, **SHORT)
     assert session.stats().branches == 0
 
 
@@ -273,6 +318,23 @@ def test_every_branch_is_in_the_tree(deep: Solution) -> None:
         assert re.search(rf"[├└]─ {node.id}\b", text), node.id
     assert text.count("★") == 1
     assert deep.answer in text
+
+
+def test_evicted_leaves_in_a_row_are_one_line(deep: Solution) -> None:
+    leaves = [n for n in deep.children(deep.nodes[0]) if not deep.children(n)]
+    parent, *_ = deep.nodes
+    for i in range(40):
+        last = Node(len(deep.nodes), 0, parent.branch, 1, resident=False, score=i / 100)
+        deep.nodes.append(last)
+    lines = tree(deep, 120).splitlines()
+    folded = [line for line in lines if "evicted branches" in line]
+    first = last.id - 39
+    assert folded == [f"└─ {first} … {last.id}   40 evicted branches, best mark 0.39"]
+    assert all(re.search(rf"[├└]─ {n.id}\b", "\n".join(lines)) for n in leaves)
+    deep.nodes[first + 20].kept = True
+    folded = [line for line in tree(deep, 120).splitlines() if "evicted branches" in line]
+    assert [re.findall(r"(\d+) evicted", line) for line in folded] == [["20"], ["19"]]
+    assert deep._repr_html_().count("<li") == len(deep.nodes) - 1  # a page has room for all
 
 
 def test_colour_only_where_it_is_asked_for(deep: Solution) -> None:
