@@ -11,6 +11,10 @@
  * alone, bit for bit, never on n_rows, threads, chunk or block_tokens. Each
  * reduction has one written order per instruction set.
  *
+ * A matrix (rk_matrix.type) is of the compute type, or of a block type that the
+ * backend takes; then the results are those of the matrix converted to the
+ * compute type (embed and answer: to float32).
+ *
  * Types: "act" is an array of the model's compute type (float32 or bf16, the
  * input of matrix products); everything else is float32. Shapes are row-major
  * and dense. Outputs come first.
@@ -191,6 +195,10 @@ typedef enum rk_isa {
 const char *rk_isa_name(rk_isa isa); /* "portable", "avx2", "avx512", ... */
 bool rk_isa_supported(rk_isa isa);   /* by this machine and this build */
 rk_isa rk_isa_best(void);
+
+/* Does the CPU read matrices of this block type where they lie? What a backend
+ * does not take the binder converts to the compute type beforehand. */
+bool rk_cpu_takes(rk_type type);
 
 /* n_threads >= 1. `isa` must be supported. The device copies `config` and
  * its inv_freq. Calls on one device are serialised by the caller. */

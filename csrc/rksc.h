@@ -62,7 +62,8 @@ typedef enum rk_type {
     RK_N_TYPES
 } rk_type;
 
-/* A weight matrix (rows, cols), rows contiguous and dense: y = W x + bias.
+/* A weight matrix (rows, cols), rows contiguous and dense: y = W x + bias. Of a
+ * block type (beyond RK_BF16) where the backend takes it, and then unaligned.
  * `data` and `bias` are addresses of the device and are not owned. */
 typedef struct rk_matrix {
     const void *data;

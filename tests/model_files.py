@@ -127,16 +127,79 @@ def _encode_q4_0(x: Array) -> tuple[bytes, Array]:
     return _bytes(d.astype(np.float16), _nibbles(q, 16)), d * (q.astype(np.float32) - 8)
 
 
-def _encode_q4_k(x: Array) -> tuple[bytes, Array]:
-    x = x.reshape(-1, 8, 32)
+def _fifth(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.packbits(q >> 4, axis=1, bitorder="little")
+
+
+def _encode_q5_0(x: Array) -> tuple[bytes, Array]:
+    x = x.reshape(-1, 32)
+    d = _half(np.abs(x).max(1, keepdims=True) / np.float32(16))
+    q = np.clip(np.rint(x / _safe(d)) + 16, 0, 31).astype(np.uint8)
+    stored = _bytes(d.astype(np.float16), _fifth(q), _nibbles(q & 15, 16))
+    return stored, d * (q.astype(np.float32) - 16)
+
+
+def _encode_affine(x: Array, bits: int) -> tuple[bytes, Array]:
+    """Q4_1 and Q5_1."""
+    x = x.reshape(-1, 32)
+    top, low = 2**bits - 1, _half(x.min(1, keepdims=True))
+    d = _half((x.max(1, keepdims=True) - low) / np.float32(top))
+    q = np.clip(np.rint((x - low) / _safe(d)), 0, top).astype(np.uint8)
+    fifth = [_fifth(q)] if bits == 5 else []
+    halves = (d.astype(np.float16), low.astype(np.float16))
+    return _bytes(*halves, *fifth, _nibbles(q & 15, 16)), d * q.astype(np.float32) + low
+
+
+def _affine_groups(x: Array, group: int, scale_top: int, top: int) -> tuple[Any, ...]:
+    """d, dmin: halves; s, m: (blocks, groups); q: (blocks, 256); the values."""
+    x = x.reshape(-1, 256 // group, group)
     low = np.maximum(-x.min(2), 0)
-    scale = (x.max(2) + low) / np.float32(15)
-    d = _half(scale.max(1, keepdims=True) / np.float32(63))
-    dmin = _half(low.max(1, keepdims=True) / np.float32(63))
-    s = np.clip(np.rint(scale / _safe(d)), 0, 63).astype(np.uint8)
-    m = np.clip(np.rint(low / _safe(dmin)), 0, 63).astype(np.uint8)
+    scale = (x.max(2) + low) / np.float32(top)
+    d = _half(scale.max(1, keepdims=True) / np.float32(scale_top))
+    dmin = _half(low.max(1, keepdims=True) / np.float32(scale_top))
+    s = np.clip(np.rint(scale / _safe(d)), 0, scale_top).astype(np.uint8)
+    m = np.clip(np.rint(low / _safe(dmin)), 0, scale_top).astype(np.uint8)
     by, less = (d * s)[:, :, None], (dmin * m)[:, :, None]
-    q = np.clip(np.rint((x + less) / _safe(by)), 0, 15).astype(np.uint8)
+    q = np.clip(np.rint((x + less) / _safe(by)), 0, top).astype(np.uint8)
+    values = by * q.astype(np.float32) - less
+    return d.astype(np.float16), dmin.astype(np.float16), s, m, q.reshape(len(x), 256), values
+
+
+def _quarters(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Halves of 128 values of two bits: four runs of 32 in 32 bytes."""
+    parts = q.reshape(-1, 2, 4, 32)
+    packed = parts[:, :, 0] | parts[:, :, 1] << 2 | parts[:, :, 2] << 4 | parts[:, :, 3] << 6
+    return packed.reshape(len(q), 64)
+
+
+def _planes(bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """One bit of each of 256 values: bit k of byte i is that of value 32 k + i."""
+    return np.packbits(bits.reshape(-1, 8, 32), axis=1, bitorder="little").reshape(len(bits), 32)
+
+
+def _encode_q2_k(x: Array) -> tuple[bytes, Array]:
+    d, dmin, s, m, q, values = _affine_groups(x, 16, 15, 3)
+    return _bytes(s | m << 4, _quarters(q), d, dmin), values
+
+
+def _encode_q3_k(x: Array) -> tuple[bytes, Array]:
+    x = x.reshape(-1, 16, 16)
+    scale = np.abs(x).max(2) / np.float32(4)
+    d = _half(scale.max(1, keepdims=True) / np.float32(31))
+    s = np.clip(np.rint(scale / _safe(d)), -32, 31).astype(np.int8)
+    by = (d * s)[:, :, None]
+    q = np.clip(np.rint(x / _safe(by)) + 4, 0, 7).astype(np.uint8)
+    codes, flat = (s + 32).astype(np.uint8), q.reshape(len(x), 256)
+    low = codes[:, :8] & 15 | (codes[:, 8:] & 15) << 4
+    top = (codes >> 4).reshape(-1, 4, 4)
+    high = top[:, 0] | top[:, 1] << 2 | top[:, 2] << 4 | top[:, 3] << 6
+    stored = _bytes(_planes(flat >> 2), _quarters(flat & 3), low, high, d.astype(np.float16))
+    return stored, by * (q.astype(np.float32) - 4)
+
+
+def _encode_q45_k(x: Array, bits: int) -> tuple[bytes, Array]:
+    """Q4_K and Q5_K."""
+    d, dmin, s, m, q, values = _affine_groups(x, 32, 63, 2**bits - 1)
     packed = np.concatenate(
         [
             s[:, :4] | s[:, 4:] >> 4 << 6,
@@ -145,8 +208,8 @@ def _encode_q4_k(x: Array) -> tuple[bytes, Array]:
         ],
         axis=1,
     )
-    halves = (d.astype(np.float16), dmin.astype(np.float16))
-    return _bytes(*halves, packed, _nibbles(q, 32)), by * q.astype(np.float32) - less
+    fifth = [_planes(q >> 4)] if bits == 5 else []
+    return _bytes(d, dmin, packed, *fifth, _nibbles(q & 15, 32)), values
 
 
 def _encode_q6_k(x: Array) -> tuple[bytes, Array]:
@@ -158,9 +221,8 @@ def _encode_q6_k(x: Array) -> tuple[bytes, Array]:
     q = np.clip(np.rint(x / _safe(by)) + 32, 0, 63).astype(np.uint8)
     parts = q.reshape(-1, 2, 4, 32)  # halves of 128: four runs of 32
     low = (parts[:, :, :2] & 15) | (parts[:, :, 2:] & 15) << 4
-    top = parts >> 4
-    high = top[:, :, 0] | top[:, :, 1] << 2 | top[:, :, 2] << 4 | top[:, :, 3] << 6
-    stored = _bytes(low.reshape(len(x), -1), high.reshape(len(x), -1), s, d.astype(np.float16))
+    high = _quarters(q.reshape(len(x), 256) >> 4)
+    stored = _bytes(low.reshape(len(x), -1), high, s, d.astype(np.float16))
     return stored, by * (q.astype(np.float32) - 32)
 
 
@@ -169,8 +231,14 @@ _ENCODERS = {
     "F16": lambda x: (x.astype(np.float16).tobytes(), _half(x)),
     "BF16": _encode_bf16,
     "Q4_0": _encode_q4_0,
+    "Q4_1": lambda x: _encode_affine(x, 4),
+    "Q5_0": _encode_q5_0,
+    "Q5_1": lambda x: _encode_affine(x, 5),
     "Q8_0": _encode_q8_0,
-    "Q4_K": _encode_q4_k,
+    "Q2_K": _encode_q2_k,
+    "Q3_K": _encode_q3_k,
+    "Q4_K": lambda x: _encode_q45_k(x, 4),
+    "Q5_K": lambda x: _encode_q45_k(x, 5),
     "Q6_K": _encode_q6_k,
 }
 GGUF_IDS = {
@@ -178,6 +246,7 @@ GGUF_IDS = {
     "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30,
 }  # fmt: skip
 ENCODINGS = tuple(_ENCODERS)
+BLOCK_TYPES = tuple(t for t in ENCODINGS if t[0] == "Q")
 
 
 def encode(values: Array, type: str) -> tuple[bytes, Array]:
@@ -368,8 +437,12 @@ def _fitting(type: str, values: Array) -> str:
     """F32 for vectors; Q8_0, then F16, where a row is no multiple of the type's block."""
     if values.ndim < 2:
         return "F32"
-    blocks = {"Q4_0": 32, "Q8_0": 32, "Q4_K": 256, "Q6_K": 256}
-    return next(t for t in (type, "Q8_0", "F16") if values.shape[-1] % blocks.get(t, 1) == 0)
+
+    def fits(type: str) -> bool:
+        block = 256 if type.endswith("_K") else 32 if type in BLOCK_TYPES else 1
+        return values.shape[-1] % block == 0
+
+    return next(t for t in (type, "Q8_0", "F16") if fits(t))
 
 
 def write_gguf(

@@ -67,7 +67,8 @@ def statements(text: str) -> list[tuple[int, str]]:
 INCLUDES: dict[str, tuple[str, ...]] = {
     "rksc.h": (),
     "error.c": ("rksc.h",),
-    "quant.[ch]": ("rksc.h",),
+    "quant.[ch]": ("rksc.h", "unpack.h"),
+    "unpack.h": ("quant.h",),
     "backend.h": ("rksc.h",),
     "policy/*": ("rksc.h",),
     "kv.[ch]": ("rksc.h",),
@@ -82,7 +83,7 @@ INCLUDES: dict[str, tuple[str, ...]] = {
     "scheduler.c": ("state.h", "stops.h"),
     "verify.c": ("state.h",),
     "probe.c": ("state.h",),
-    "cpu/*": ("rksc.h", "backend.h", "quant.h"),
+    "cpu/*": ("rksc.h", "backend.h", "quant.h", "unpack.h"),
     "cuda/*": ("rksc.h", "backend.h", "quant.h"),
     "py/*": ("rksc.h", "backend.h", "quant.h", "session.h"),
 }

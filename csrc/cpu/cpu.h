@@ -62,6 +62,9 @@ typedef struct cpu_kernels {
     size_t (*packed_bytes)(int32_t k);
     /* NULL, or bytes of cpu_product.scratch */
     size_t (*product_scratch_bytes)(int32_t k);
+    /* n values of a block type, whole blocks, as act: the bits of
+     * rk_dequantize, then rk_to_bf16 */
+    void (*dequant[2])(void *out, const void *blocks, rk_type type, int32_t n);
     /* act row of n values from float32 */
     void (*convert[2])(void *out, const float *x, int32_t n);
     void (*norm[2])(void *out, const float *x, const float *weight, float eps,
@@ -171,6 +174,9 @@ typedef struct cpu_device {
     char *packed; /* activations of one product; NULL: not wanted */
     char *panels; /* n_threads * panel_bytes: scratch of products */
     size_t panel_bytes;
+
+    char *rows; /* n_threads * rows_bytes: rows of block types as act */
+    size_t rows_bytes;
 
     char *scratch; /* n_threads * scratch_bytes */
     size_t scratch_bytes;

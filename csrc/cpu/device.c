@@ -105,6 +105,7 @@ static void device_destroy(rk_device *base)
     free((void *)dev->config.inv_freq);
     free(dev->packed);
     free(dev->panels);
+    free(dev->rows);
     free(dev->scratch);
     free(dev->cosine);
     free(dev->sine);

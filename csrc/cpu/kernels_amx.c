@@ -25,6 +25,7 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
 #define OWN_PRODUCT_BF16
 #define OWN_ATTENTION_BF16
 #include "template_attention.h"
+#include "template_dequant.h"
 #include "template_product.h"
 
 /* ---- tiles

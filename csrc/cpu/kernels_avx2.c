@@ -119,6 +119,12 @@ INLINE vf vf_scale_above(vf p, vf t, vf n, vf x, vf least)
     return vf_select_nan(x, x, scaled);
 }
 
+INLINE vf vf_load_i8(const int8_t *p)
+{
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
 INLINE float vf_first(vf x)
 {
     return _mm256_cvtss_f32(x);
@@ -236,6 +242,7 @@ INLINE void vf_store_bf16_n(uint16_t *p, vf x, int n)
 }
 
 #include "template_attention.h"
+#include "template_dequant.h"
 #include "template_product.h"
 
 #define TABLE cpu_kernels_avx2

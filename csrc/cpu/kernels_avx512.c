@@ -7,6 +7,7 @@
 #define CASES_bf16 CASES_6
 
 #include "template_attention.h"
+#include "template_dequant.h"
 #include "template_product.h"
 
 #define TABLE cpu_kernels_avx512

@@ -17,6 +17,7 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
 }
 
 #include "template_attention.h"
+#include "template_dequant.h"
 #include "template_product.h"
 
 #define TABLE cpu_kernels_avx512_bf16

@@ -117,6 +117,11 @@ INLINE vf vf_scale_above(vf p, vf t, vf n, vf x, vf least)
     return vf_choose(x == x, vf_choose(x >= least, scaled, vf_set1(0.0f)), x);
 }
 
+INLINE vf vf_load_i8(const int8_t *p)
+{
+    return (vf){p[0], p[1], p[2], p[3]};
+}
+
 INLINE float vf_first(vf x)
 {
     return x[0];
@@ -212,6 +217,7 @@ INLINE void vf_store_bf16(uint16_t *p, vf x)
 }
 
 #include "template_attention.h"
+#include "template_dequant.h"
 #include "template_product.h"
 
 #define TABLE cpu_kernels_portable

@@ -5,13 +5,20 @@
  * the KV pool), goes to scratch that stays in the cache. Few rows: units are
  * slices of the weights, which are then read once. Many rows: squares of STEP
  * by STEP, numbered so that one panel of weights meets all rows in turn.
+ *
+ * Weights of a block type go through the same kernels: a few of their rows at a
+ * time become rows of the activations' type in the thread's own memory. The
+ * result is that of a session whose weights were converted beforehand, to the
+ * bit.
  */
 #include <string.h>
 
 #include "cpu.h"
+#include "quant.h"
 
 #define STEP 64
-#define PANEL 512     /* rows of a unit where kernels copy the weights first */
+#define PANEL 512     /* rows of a unit where weights are copied first */
+#define AT_ONCE 32    /* weight rows of a block type that are unpacked */
 #define SLICES 3      /* units of a thread, when rows are few */
 #define SLICE_MAX 512 /* weight rows of such a unit */
 
@@ -20,10 +27,17 @@ typedef struct cut {
     int32_t n_step, m_step, m_units, n_units;
 } cut;
 
-/* Rows of a unit: as many as still leave some units for each thread. */
-static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n)
+bool rk_cpu_takes(rk_type type)
 {
-    int32_t step = dev->panels != NULL ? PANEL : STEP;
+    return rk_type_get(type)->block_elements > 1;
+}
+
+/* Rows of a unit: as many as still leave some units for each thread. n: rows of
+ * w that meet them. */
+static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n,
+                            const rk_matrix *w)
+{
+    int32_t step = dev->panels != NULL || rk_cpu_takes(w->type) ? PANEL : STEP;
     while (step > STEP &&
            cpu_ceil_div(m, step) * cpu_ceil_div(n, STEP) < 4 * dev->n_threads) {
         step /= 2;
@@ -31,9 +45,10 @@ static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n)
     return step;
 }
 
-static cut cut_product(const cpu_device *dev, int32_t m, int32_t n)
+static cut cut_product(const cpu_device *dev, int32_t m, const rk_matrix *w)
 {
-    cut c = {.m_step = rows_of_unit(dev, m, n)};
+    const int32_t n = w->rows;
+    cut c = {.m_step = rows_of_unit(dev, m, n, w)};
     c.n_step = c.m_step > STEP ? STEP / 2 : STEP;
     c.m_units = cpu_ceil_div(m, c.m_step);
     if (m <= STEP) {
@@ -95,11 +110,14 @@ static const void *prepare(const cpu_device *dev, const void *a, int32_t n,
 bool cpu_product_allocate(cpu_device *dev)
 {
     const rk_config *c = &dev->config;
-    if (!dev->bf16 || dev->kernels->pack == NULL) {
-        return true;
-    }
-    int32_t k =
+    const int32_t k =
         cpu_max(cpu_max(c->width, c->ffn_width), c->n_heads * c->head_dim);
+    dev->rows_bytes = cpu_align(AT_ONCE * (size_t)k * dev->act_bytes);
+    dev->rows = dev->base.ops->alloc(&dev->base,
+                                     dev->rows_bytes * (size_t)dev->n_threads);
+    if (dev->rows == NULL || !dev->bf16 || dev->kernels->pack == NULL) {
+        return dev->rows != NULL;
+    }
     int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
     size_t bytes = (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
                    dev->kernels->packed_bytes(k);
@@ -113,6 +131,19 @@ bool cpu_product_allocate(cpu_device *dev)
     return dev->panels != NULL;
 }
 
+/* Unpack weight rows [from, from + n) of a block type into `rows`. */
+static void unpack_rows(const cpu_device *dev, char *rows, const rk_matrix *w,
+                        int32_t from, int32_t n)
+{
+    const int64_t row_bytes = rk_type_bytes(w->type, w->cols);
+    const char *blocks = (const char *)w->data + from * row_bytes;
+    for (int32_t i = 0; i < n; i++) {
+        dev->kernels->dequant[dev->bf16](
+            rows + (int64_t)i * w->cols * (int64_t)dev->act_bytes,
+            blocks + i * row_bytes, w->type, w->cols);
+    }
+}
+
 /* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
  * `prepare`d, r->m_begin a multiple of CPU_PACK_ROWS. */
 static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
@@ -124,21 +155,30 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
         dev->packed == NULL ? r->m_begin * row_bytes
                             : r->m_begin / CPU_PACK_ROWS *
                                   (int64_t)dev->kernels->packed_bytes(w->cols);
+    const bool blocks = rk_cpu_takes(w->type);
+    const int32_t step = blocks ? AT_ONCE : r->n;
+    char *rows = dev->rows + (size_t)thread * dev->rows_bytes;
     cpu_product job = {
-        .out = out,
         .out_stride = out_stride,
         .a = (const char *)a + a_bytes,
-        .w = (const char *)w->data + r->n_begin * row_bytes,
-        .bias = w->bias != NULL ? w->bias + r->n_begin : NULL,
         .m = r->m,
-        .n = r->n,
         .k = w->cols,
         .accumulate = accumulate,
         .scratch = dev->panels != NULL
                        ? dev->panels + (size_t)thread * dev->panel_bytes
                        : NULL,
     };
-    dev->kernels->product[dev->bf16](&job);
+    for (int32_t j = 0; j < r->n; j += step) {
+        const int32_t from = r->n_begin + j;
+        job.n = cpu_min(step, r->n - j);
+        job.out = out + j;
+        job.bias = w->bias != NULL ? w->bias + from : NULL;
+        if (blocks) {
+            unpack_rows(dev, rows, w, from, job.n);
+        }
+        job.w = blocks ? rows : (const char *)w->data + from * row_bytes;
+        dev->kernels->product[dev->bf16](&job);
+    }
 }
 
 /* ---- linear ----------------------------------------------------------------
@@ -167,7 +207,7 @@ void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
 {
     cpu_device *dev = (cpu_device *)base;
     linear_job job = {dev, out,        prepare(dev, a, n, w->cols), w,
-                      n,   accumulate, cut_product(dev, n, w->rows)};
+                      n,   accumulate, cut_product(dev, n, w)};
     cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
 }
 
@@ -205,7 +245,7 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
 {
     cpu_device *dev = (cpu_device *)base;
     swiglu_job job = {dev, out, prepare(dev, a, n, gate->cols), gate,
-                      up,  n,   cut_product(dev, n, gate->rows)};
+                      up,  n,   cut_product(dev, n, gate)};
     cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
 }
 
@@ -318,16 +358,14 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
                    .a = prepare(dev, a, n_rows, layer->query.cols),
                    .layer = layer,
                    .layer_id = layer_id};
-    job.m_step = rows_of_unit(dev, n_rows, n_heads * STEP);
+    job.m_step = rows_of_unit(dev, n_rows, n_heads * STEP, &layer->query);
     job.m_units = cpu_ceil_div(n_rows, job.m_step);
     cpu_pool_run(dev->pool, qkv_unit, &job, job.m_units * n_heads);
 }
 
 size_t cpu_product_scratch(const cpu_device *dev)
 {
-    size_t step =
-        dev->bf16 && dev->kernels->product_scratch_bytes != NULL ? PANEL : STEP;
     size_t tiles = 2 * STEP * SLICE_MAX * sizeof(float); /* >= PANEL's */
-    size_t head = (step + 1) * (size_t)dev->config.head_dim * sizeof(float);
+    size_t head = (PANEL + 1) * (size_t)dev->config.head_dim * sizeof(float);
     return tiles > head ? tiles : head;
 }

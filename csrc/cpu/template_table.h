@@ -29,6 +29,7 @@ const cpu_kernels TABLE = {
     .pack = PACK_ROWS,
     .packed_bytes = PACKED_BYTES,
     .product_scratch_bytes = SCRATCH_BYTES,
+    .dequant = {row_dequant_f32, row_dequant_bf16},
     .convert = {row_convert_f32, row_convert_bf16},
     .norm = {row_norm_f32, row_norm_bf16},
     .swiglu = {row_swiglu_f32, row_swiglu_bf16},

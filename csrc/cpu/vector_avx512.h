@@ -115,6 +115,12 @@ INLINE vf vf_scale_above(vf p, vf t, vf n, vf x, vf least)
                                   n);
 }
 
+INLINE vf vf_load_i8(const int8_t *p)
+{
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
 INLINE float vf_first(vf x)
 {
     return _mm512_cvtss_f32(x);
@@ -218,6 +224,15 @@ INLINE void vf_store_bf16(uint16_t *p, vf x)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(
                                           round_bits(x), 16)));
 }
+
+#if defined(__AVX512BF16__)
+/* As vf_store_bf16, but for subnormal numbers, which it flushes to zero. */
+#define OWN_STORE_NORMAL
+INLINE void vf_store_normal_bf16(uint16_t *p, vf x)
+{
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
 
 INLINE void vf_store_bf16_n(uint16_t *p, vf x, int n)
 {

@@ -27,9 +27,12 @@ typedef struct conversion {
 
 bool rk_dense_fits(const rk_strided *from, rk_type type)
 {
-    uintptr_t align = (uintptr_t)rk_type_get(type)->block_bytes;
+    const rk_type_info *info = rk_type_get(type);
 
-    return from->type == type && (uintptr_t)from->data % align == 0 &&
+    if (from->type != type || info->block_elements > 1) {
+        return from->type == type;
+    }
+    return (uintptr_t)from->data % (uintptr_t)info->block_bytes == 0 &&
            (from->cols == 1 || from->col_stride == 1) &&
            (from->rows == 1 || from->row_stride == from->cols);
 }

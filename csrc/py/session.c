@@ -228,7 +228,8 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     self->config = a.config;
     if (make_locks(self) < 0 || find_main_thread(&self->main_thread) < 0 ||
         rk_weights_bind(&self->weights, a.weights, a.config, compute,
-                        options.n_threads, state->tensor_type) < 0) {
+                        rk_cpu_takes, options.n_threads,
+                        state->tensor_type) < 0) {
         goto fail;
     }
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;

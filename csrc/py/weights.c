@@ -3,8 +3,9 @@
  * the file borrows, checks and, where memory does not fit, converts.
  *
  * A matrix is used in place when it is dense, row-major, aligned and of the
- * compute type; a norm or a bias when it is dense float32. Everything else gets
- * a dense copy, which `refresh` makes again after the lender trained it.
+ * compute type, or of a block type that the device takes; a norm or a bias when
+ * it is dense float32. Everything else gets a dense copy, which `refresh` makes
+ * again after the lender trained it.
  *
  * A tied head: the embedding serves as the head, unless the mapping brings a
  * lm_head of its own (other memory), which then is used: so does transformers
@@ -460,7 +461,7 @@ static void convert(const rk_weights *w, const entry *e)
     }
 }
 
-static int convert_all(rk_weights *w)
+static int convert_all(rk_weights *w, bool (*takes)(rk_type))
 {
     entry *head = &w->entries[HEAD];
 
@@ -477,6 +478,9 @@ static int convert_all(rk_weights *w)
             continue;
         }
         e->target = wanted.matrix ? w->model.compute : RK_F32;
+        if (wanted.matrix && takes(e->lent.type)) {
+            e->target = e->lent.type;
+        }
         if (place(w, e, &wanted) < 0) {
             return -1;
         }
@@ -546,7 +550,8 @@ static void fill_model(rk_weights *w)
 }
 
 int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
-                    int compute, int n_threads, PyObject *tensor_type)
+                    int compute, bool (*takes)(rk_type), int n_threads,
+                    PyObject *tensor_type)
 {
     rk_weights *w = PyMem_RawCalloc(1, sizeof *w);
     size_t n_layers;
@@ -576,7 +581,7 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
         compute = w->entries[EMBEDDING].lent.type == RK_BF16 ? RK_BF16 : RK_F32;
     }
     w->model.compute = (rk_type)compute;
-    if (convert_all(w) < 0) {
+    if (convert_all(w, takes) < 0) {
         goto fail;
     }
     fill_model(w);

@@ -1,0 +1,224 @@
+"""Weights of GGUF block types, used where they lie.
+
+The measure is always the session, or the operation, whose weights were dequantised beforehand:
+equal to the bit, for each type and instruction set, any number of rows and threads.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from pathlib import Path
+from typing import Any
+
+import model_files
+import native
+import numpy as np
+import pytest
+from model_files import BLOCK_TYPES, TINY
+from native import RK_BF16, RK_F32
+from oprig import (
+    TYPES,
+    Array,
+    Output,
+    Plan,
+    Rig,
+    Row,
+    Shape,
+    act,
+    act_output,
+    guarded,
+    library,
+    matrix,
+)
+
+import rksc
+from rksc._core import Tensor
+
+ISAS = native.isas(library())
+IDS = {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7,
+       "Q2_K": 8, "Q3_K": 9, "Q4_K": 10, "Q5_K": 11, "Q6_K": 12}  # fmt: skip
+SIZES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
+         "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144),
+         "Q5_K": (256, 176), "Q6_K": (256, 210)}  # fmt: skip
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,),
+          "Q8_0": (0,)}  # fmt: skip  # where a block's half-precision numbers are; others: (0, 2)
+CONFIG: dict[str, Any] = {
+    **TINY,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+}
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def random_blocks(rng: np.random.Generator, type: str, rows: int, cols: int) -> Array:
+    """Any integers; halves of either sign from zero and subnormals up to about 0.06."""
+    elements, size = SIZES[type]
+    raw = rng.integers(0, 256, (rows * cols // elements, size), np.uint8)
+    for at in HALVES.get(type, (0, 2)):
+        bits = rng.integers(0, 0x2C00, len(raw), np.uint16) | rng.integers(0, 2, len(raw)) << 15
+        raw[:, at : at + 2] = bits.astype(np.uint16)[:, None].view(np.uint8)
+    return guarded(raw.reshape(rows, -1))
+
+
+def beforehand(raw: Array, type: str, rows: int, cols: int, compute: int) -> Array:
+    """The same weights in the compute type."""
+    return act(Tensor(raw.tobytes(), type, (rows, cols)).numpy(), compute)
+
+
+def in_place(raw: Array, type: str, rows: int, cols: int) -> native.Matrix:
+    return native.Matrix(raw.ctypes.data, None, IDS[type], rows, cols)
+
+
+# ---- operations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@pytest.mark.parametrize("compute", TYPES, ids=["f32", "bf16"])
+@pytest.mark.parametrize("isa", ISAS, ids=lambda i: native.ISAS[i])
+def test_linear(isa: int, compute: int, type: str) -> None:
+    rng = np.random.default_rng(seed := IDS[type])
+    n, k = 71, 768
+    raw = random_blocks(rng, type, n, k)
+    bias = rng.standard_normal(n).astype(np.float32)
+    a = act(rng.standard_normal((300, k)), compute)
+    whole = beforehand(raw, type, n, k, compute)
+    shape = Shape(width=k, max_rows=300)
+    with Rig(shape, compute, isa, 1) as one, Rig(shape, compute, isa, 3) as three:
+        for m in (1, 2, 7, 8, 33, 65, 300):
+            results = []
+            for rig, w in ((one, matrix(whole)), (one, in_place(raw, type, n, k)),
+                           (three, in_place(raw, type, n, k))):  # fmt: skip
+                w.bias = bias.ctypes.data
+                out = Output((m, n), np.float32)
+                rig.linear(out.address, a[-m:].ctypes.data, c.byref(w), m, False)
+                results.append(out.get())
+            assert np.isfinite(results[0]).all()
+            assert all(np.array_equal(results[0], r) for r in results[1:]), (m, f"seed {seed}")
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@pytest.mark.parametrize("isa", ISAS, ids=lambda i: native.ISAS[i])
+def test_every_half_and_integer(isa: int, type: str) -> None:
+    """Infinite and NaN scales too: the one weight of each product is what dequantising gives."""
+    rng = np.random.default_rng(seed := 11)
+    elements, size = SIZES[type]
+    n = 64
+    raw = rng.integers(0, 256, (n, size), np.uint8)
+    w = in_place(raw, type, n, elements)
+    for compute in TYPES:
+        want = beforehand(raw, type, n, elements, compute)
+        with Rig(Shape(width=elements), compute, isa, 1) as rig:
+            a = act(np.ones((1, elements)), compute)
+            results = []
+            for m in (matrix(want), w):
+                out = Output((1, n), np.float32)
+                rig.linear(out.address, a.ctypes.data, c.byref(m), 1, False)
+                results.append(out.get())
+        assert np.array_equal(*results, equal_nan=True), f"seed {seed}"
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda i: native.ISAS[i])
+@pytest.mark.parametrize("m", [1, 9, 200])
+def test_swiglu_of_two_types(isa: int, m: int) -> None:
+    rng = np.random.default_rng(m)
+    ffn, k = 100, 256
+    raw = {type: random_blocks(rng, type, ffn, k) for type in ("Q4_K", "Q8_0")}
+    for compute in TYPES:
+        a = act(rng.standard_normal((m, k)), compute)
+        before = [beforehand(raw[t], t, ffn, k, compute) for t in raw]
+        with Rig(Shape(width=k, ffn_width=ffn), compute, isa, 2) as rig:
+            results = []
+            for gate, up in (
+                [matrix(w) for w in before],
+                [in_place(raw[t], t, ffn, k) for t in raw],
+            ):
+                out = act_output((m, ffn), compute)
+                rig.swiglu(out.address, a.ctypes.data, c.byref(gate), c.byref(up), m)
+                results.append(out.get())
+        assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+def test_rows_of_tables_are_float32(type: str) -> None:
+    """Embedding rows, and the head's rows of an answer, whatever the compute type."""
+    rng = np.random.default_rng(5)
+    raw = random_blocks(rng, type, 101, 256)
+    table = in_place(raw, type, 101, 256)
+    values = beforehand(raw, type, 101, 256, RK_F32)
+    plan = Plan([Row([0] * 20, i, token=int(t)) for i, t in enumerate([100, 0, 7])], 16)
+    ids = np.array([100, 3], np.int32)
+    for compute in TYPES:
+        with Rig(Shape(width=256), compute, ISAS[-1], 2) as rig:
+            rig.begin(c.byref(plan.batch))
+            out = Output((3, 256), np.float32)
+            rig.embed(out.address, c.byref(table))
+            x = out.get()
+            assert np.array_equal(x, values[plan.tokens])
+            marks = []
+            for head in (table, matrix(values)):
+                out = Output((3, 2), np.float32)
+                rig.answer(out.address, x.ctypes.data, None, c.byref(head), ids.ctypes.data, 3, 2)
+                marks.append(out.get())
+            assert np.array_equal(*marks)
+
+
+# ---- sessions ----------------------------------------------------------------------------------
+
+
+def weights_of(path: Path, type: str, dtype: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Configuration, weights in blocks, and the same ones dequantised; the embedding is BF16,
+    because rows that are looked up are not rounded to the compute type."""
+    model_files.write_gguf(path, model_files.random_weights(CONFIG, seed=2), CONFIG, type)
+    model = rksc.load(path, tokenizer=False)
+    weights: dict[str, Any] = dict(model.weights)
+    name = "model.embed_tokens.weight"
+    table = weights[name].numpy()
+    weights[name] = Tensor(act(table, RK_BF16).tobytes(), "BF16", table.shape)
+    plain = {name: w.numpy() for name, w in weights.items()}
+    if dtype == "bfloat16":
+        plain = {
+            name: Tensor(act(w, RK_BF16).tobytes(), "BF16", w.shape) if w.ndim == 2 else w
+            for name, w in plain.items()
+        }
+    return model.config, weights, plain
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_session_computes_as_with_converted_weights(
+    tmp_path: Path, type: str, dtype: str
+) -> None:
+    config, weights, plain = weights_of(tmp_path / "x.gguf", type, dtype)
+    results = []
+    for lent, n_threads in ((plain, 1), (weights, 1), (weights, 2)):
+        session = rksc.BranchSession(
+            lent, config, dtype=dtype, kv_bytes="4MiB", n_threads=n_threads
+        )
+        root = session.prefill(TOKENS)
+        kids = root.fork([[7], [8, 9], [7]])
+        made = session.generate(kids, 8, rksc.Sampling(temperature=0.8, seed=1))
+        marks = session.verify(kids, [5, 6], yes=11, no=12, cgee=None)
+        results.append(
+            (
+                root.logits.tobytes(),
+                [g.tokens.tolist() for g in made],
+                [g.confidence for g in made],
+                [m.score for m in marks] if dtype == "float32" else None,
+            )
+        )
+    assert results[0] == results[1] == results[2]
+
+
+def test_nothing_is_copied(tmp_path: Path) -> None:
+    """Not even q and k, whose rows llama.cpp reorders; the embedding is the head as well."""
+    config = CONFIG | {"tie_word_embeddings": True}
+    path = tmp_path / "x.gguf"
+    model_files.write_gguf(path, model_files.random_weights(config), config, "Q4_K")
+    for dtype in ("float32", "bfloat16"):
+        session = rksc.load(path, tokenizer=False).session(dtype=dtype, kv_bytes="4MiB")
+        assert session.copied_bytes == 0
+        before = session.prefill(TOKENS).logits
+        session.invalidate()
+        assert np.array_equal(session.prefill(TOKENS).logits, before)
