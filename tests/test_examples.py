@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,20 @@ def test_example(script: Path, smollm2: Model) -> None:
 def test_the_first_example_is_short() -> None:
     code = (ROOT / "examples" / "quickstart.py").read_text("utf-8").split('"""', 2)[2]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
+
+
+def test_the_readmes_ten_lines(smollm2: Model, capsys: Any) -> None:
+    """They print a mark for each branch and the best one; the model does answer the question."""
+    page = (ROOT / "README.md").read_text("utf-8")
+    block = re.search(r"^## Ten lines\n\n```python\n(.*?)^```", page, re.M | re.DOTALL)
+    assert block is not None
+    code = block[1].replace("path/to/hf-folder-or.gguf", str(smollm2.path))
+    assert len([line for line in code.splitlines() if line]) == 10
+    names: dict[str, Any] = {}
+    exec(code, names)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 8
+    assert [line[0] for line in printed].count("★") == 1
+    masses = [mark.mass for mark in names["marks"] if mark.mass is not None]
+    assert len(masses) >= 4
+    assert min(masses) > 0.5
