@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes as c
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import machine
 import native
 from native import RK_BF16, RK_F32
 from oprig import Array, Plan, Rig, Row, Shape, act, library, matrix
@@ -34,19 +34,10 @@ COLD_BYTES = 256 << 20
 
 def peaks(threads: int) -> None:
     """Print the machine's own rates."""
-    target = ROOT / "build" / "native" / "peak.so"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    flags = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-    source = str(ROOT / "benchmarks" / "peak.c")
-    subprocess.run(["cc", *flags, source, "-o", str(target)], check=True)
-    lib = c.CDLL(str(target))
-    for name in ("peak_fma", "peak_bf16", "peak_amx"):
-        function = getattr(lib, name)
-        function.restype = c.c_double
-        print(f"{name:12} {function(threads) / 1e9:8.0f} GFLOP/s")
-    lib.peak_read.restype = c.c_double
-    lib.peak_read.argtypes = [c.c_int, c.c_size_t]
-    print(f"{'peak_read':12} {lib.peak_read(threads, 2 << 30) / 1e9:8.1f} GB/s")
+    rates = machine.measure(threads)
+    for name in ("fma", "bf16", "amx"):
+        print(f"peak {name:7} {getattr(rates, name) / 1e9:8.0f} GFLOP/s")
+    print(f"peak {'read':7} {rates.read / 1e9:8.1f} GB/s")
 
 
 class Timing:

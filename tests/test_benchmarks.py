@@ -1,0 +1,219 @@
+"""benchmarks/: what the figures mean (bounds, ratios, goals), and that the contest really runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import bounds
+import branching
+import compare
+import contest
+import engines
+import pytest
+from contest import Contestant
+from model_files import TINY, random_weights, write_gguf
+
+from rksc.bench import Shape, flop
+from rksc.config import ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ModelConfig.of(dict(TINY))
+SHAPE = Shape(prefix=24, branches=3, suffix=4, new=5, verify=3)
+
+
+# ---- bounds ------------------------------------------------------------------------------------
+
+
+def test_decode_operations_are_those_of_the_workload() -> None:
+    """Two counts that share no code: operations of the decode phase."""
+    ops = bounds.decode_ops(CONFIG, SHAPE, 2, 2)
+    begin = SHAPE.prefix + SHAPE.suffix - 1
+    expected = SHAPE.branches * flop(CONFIG, begin, begin + SHAPE.new, outputs=SHAPE.new)
+    assert sum(op.count * op.flop for op in ops) == expected
+
+
+def test_decode_reads_weights_each_step_and_shared_keys_once() -> None:
+    c, s = CONFIG, SHAPE
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    layer = c.width * (2 * q + 2 * kv) + 3 * c.width * c.ffn_width
+    weights = c.n_layers * layer + c.vocab_size * c.width
+    unique = sum(s.prefix + s.branches * (s.suffix + step) for step in range(s.new))
+    ops = bounds.decode_ops(c, s, weight_bytes=1, kv_bytes=4)
+    expected = s.new * weights + c.n_layers * unique * 2 * kv * 4
+    assert sum(op.count * op.read for op in ops) == expected
+
+
+def test_bound_takes_the_slower_side_of_each_op() -> None:
+    ops = [bounds.Op(2, flop=100.0, read=10.0), bounds.Op(1, flop=10.0, read=100.0)]
+    assert bounds.seconds(ops, read=10.0, products=10.0) == 2 * 10.0 + 10.0
+    assert bounds.seconds(bounds.from_rows(bounds.as_rows(ops)), 10.0, 10.0) == 30.0
+
+
+def test_a_window_limits_the_keys() -> None:
+    windowed = ModelConfig.of(
+        {**TINY, "model_type": "mistral", "architectures": [], "sliding_window": 8}
+    )
+    begin = SHAPE.prefix + SHAPE.suffix - 1
+    expected = SHAPE.branches * flop(windowed, begin, begin + SHAPE.new, outputs=SHAPE.new)
+    ops = bounds.decode_ops(windowed, SHAPE, 2, 2)
+    assert sum(op.count * op.flop for op in ops) == expected
+    assert sum(op.read for op in ops) < sum(
+        op.read for op in bounds.decode_ops(CONFIG, SHAPE, 2, 2)
+    )
+
+
+# ---- what is made of the rounds ----------------------------------------------------------------
+
+
+def _run(seconds: float, chosen: list[list[int]], peak: int = 100) -> dict[str, Any]:
+    phases = {"prefill": seconds / 2, "decode": seconds / 2}
+    return {
+        "seconds": phases, "tokens": 7, "chosen": chosen, "scores": [0.5], "peak_bytes": peak,
+        "others_cpu": 0.01,
+    }  # fmt: skip
+
+
+def _data(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    rates = {"fma": 1e9, "bf16": 2e9, "amx": 8e9, "read": 1e9}
+    names = list(rounds[0])
+    return {
+        "model": "m.gguf", "numbers": "bfloat16", "dtype": "bfloat16", "threads": 2,
+        "workload": "W1", "machine": "a machine", "shape": vars(SHAPE),
+        "families": {n: "rksc" if n == "rksc" else n for n in names}, "isas": {"rksc": "amx"},
+        "prefill_flop": 4e9, "decode_ops": [[2, 8e9, 0.5e9]],
+        "rounds": [{"rates": rates, "runs": runs} for runs in rounds],
+    }  # fmt: skip
+
+
+def test_summary_takes_medians_ratios_and_fractions() -> None:
+    rounds = [
+        {"rksc": _run(t, [[1, 2], [3, 4]]), "vLLM": _run(u, [[1, 2], [9, 4]], 200)}
+        for t, u in ((1.0, 4.0), (2.0, 5.0), (4.0, 6.0))
+    ]
+    made = compare.summary(_data(rounds))
+    assert made["rows"]["rksc"]["total"] == {"median": 2.0, "low": 1.0, "high": 4.0}
+    (ratio,) = made["ratios"]
+    assert (ratio["value"], ratio["low"], ratio["high"]) == (0.4, 0.25, 4 / 6)
+    assert (ratio["must"], ratio["aim"]) == (0.70, 0.55)
+    assert made["memory"][0]["value"] == 0.5
+    assert made["rows"]["vLLM"]["agreement"] == 0.5
+    # 4e9 operations in 1 s at 8e9; two ops of max(0.5 s, 1 s) in 1 s.
+    assert made["limits"]["rksc"]["prefill"]["median"] == 0.5
+    assert made["limits"]["rksc"]["decode step"]["median"] == 2.0
+    text = compare.table(_data(rounds))
+    assert "rksc / vLLM" in text and "aim reached" in text
+
+
+def test_a_difference_without_sharing_is_told() -> None:
+    same = {"rksc": _run(1.0, [[1, 2]]), "No-KV": _run(9.0, [[1, 2]])}
+    other = {"rksc": _run(1.0, [[1, 2]]), "No-KV": _run(9.0, [[1, 3]])}
+    assert compare.summary(_data([same]))["exact"]
+    assert not compare.summary(_data([same, other]))["exact"]
+    assert "DIFFERENT" in compare.table(_data([same, other]))
+
+
+@pytest.mark.parametrize(
+    ("value", "most", "expected"),
+    [(0.5, True, "aim reached"), (0.6, True, "reached"), (0.8, True, "MISSED"),
+     (0.8, False, "aim reached"), (0.5, False, "MISSED")],
+)  # fmt: skip
+def test_verdict(value: float, most: bool, expected: str) -> None:
+    must, aim = (0.7, 0.55) if most else (0.55, 0.75)
+    assert compare.verdict(value, must, aim, most) == expected
+    assert compare.verdict(value, None, None, most) == ""
+
+
+def test_rounds_of_another_comparison_are_not_added() -> None:
+    data = _data([{"rksc": _run(1.0, [[1]])}])
+    assert len(branching.together(data, data)["rounds"]) == 2
+    with pytest.raises(ValueError, match="numbers was float32"):
+        branching.together({**data, "numbers": "float32"}, data)
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+def test_options() -> None:
+    name, shape = branching.shape_of(branching.parse(["--workload", "W2"]))
+    assert (name, shape) == ("W2", Shape(prefix=4096, branches=32))
+    name, shape = branching.shape_of(branching.parse(["--new", "8"]))
+    assert (name, shape) == ("custom", Shape(new=8))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--repeat", "0"], ["--append"], ["--peer-python", "vLLM"], ["--peer-python", "x=/y"],
+     ["--dtype", "float32", "--gguf-type", "Q8_0"], ["--elsewhere", "nothing"]],
+)  # fmt: skip
+def test_bad_options_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        branching.parse(arguments)
+    assert arguments[-2 if len(arguments) > 1 else 0].split("=")[0] in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_there_says_how_to_install_it(tmp_path: Path) -> None:
+    setting = engines.Setting(tmp_path / "m.gguf", tmp_path, "bfloat16", SHAPE, 1)
+    line = engines.peer(setting, "vLLM", {"vLLM": str(tmp_path / "python")})
+    assert isinstance(line, str)
+    assert "vLLM skipped" in line and "pip install" in line and "RKSC_PEER_VLLM" in line
+    quantised = engines.Setting(tmp_path / "m.gguf", tmp_path, "Q8_0", SHAPE, 1)
+    assert "does not read Q8_0" in str(engines.peer(quantised, "transformers", {}))
+
+
+# ---- the contest -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, random_weights(TINY, seed=1), TINY, "F32")
+    return path
+
+
+def test_side_by_side_with_a_tiny_model(model: Path, tmp_path: Path) -> None:
+    """The program as it is called, rksc with and without sharing, then another round."""
+    file = tmp_path / "out.json"
+    sizes = [x for n, v in vars(SHAPE).items() for x in (f"--{n}", str(v))]
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "branching.py"), str(model), *sizes,
+        "--dtype", "float32", "--threads", "1", "--json", str(file), "--append", "--repeat", "1",
+    ]  # fmt: skip
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "the same, bit for bit" in done.stdout
+    data = json.loads(file.read_text())
+    assert len(data["rounds"]) == 2
+    for r in data["rounds"]:
+        assert set(r["rates"]) == {"fma", "bf16", "amx", "read"}
+        for run in r["runs"].values():
+            assert set(run["seconds"]) == set(compare.PHASES)
+            assert run["peak_bytes"] > 1 << 20
+            assert [len(tokens) for tokens in run["chosen"]] == [SHAPE.new] * SHAPE.branches
+    first, second = (data["rounds"][i]["runs"]["rksc"] for i in (0, 1))
+    assert first["tokens"] == 24 + 3 * (3 + 5 + 4)
+    assert first["chosen"] != second["chosen"]  # another prefix in each round
+
+
+def test_a_contestant_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    script = "import sys; sys.exit('no such engine')"
+    broken = Contestant("broken", "peer", [sys.executable, "-c", script])
+    with pytest.raises(RuntimeError, match=r"broken failed[\s\S]*no such engine"):
+        contest.run([broken], SHAPE, 1, 97, 1, tmp_path)
+
+
+def test_process_tree_finds_children() -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while len(tree := contest.process_tree(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.communicate("\n")
+    assert len(tree) == 2 and tree[0] == process.pid
