@@ -115,7 +115,7 @@ typedef struct rk_cuda_attention {
     const void *q; /* the same shape, rotated */
     rk_cuda_kv kv;
     int32_t n_rows, n_heads;
-    int32_t window; /* of this layer; 0: all keys */
+    int32_t window;            /* of this layer; 0: all keys */
     const int32_t *positions;  /* (n_rows,) */
     const int32_t *n_units;    /* one number */
     const rk_work_unit *units; /* (*n_units,) */

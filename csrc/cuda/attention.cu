@@ -1,0 +1,567 @@
+/* Attention on tensor cores, for bf16 and f16.
+ *
+ * Four warps take a unit (work.h) for one KV head. All its pairs, the queries
+ * of one group of heads in several rows, form the rows of one matrix, so K and
+ * V of a block come from memory once for all of them:
+ *
+ *     for each tile of keys:                    copied one tile ahead
+ *         S = Q K^T                             mma m16n8k16
+ *         m' = max(m, S),  P = 2^(S - m')       online softmax, base 2
+ *         l = l 2^(m - m') + P 1,  O = O 2^(m - m') + P V
+ *
+ * A warp holds ROWS pairs. When the unit has fewer pairs than four warps can
+ * hold, warps share the keys of a tile instead, and their results are merged
+ * in the order of warps at the end. Rows of shared memory are 16-byte chunks
+ * in the order chunk ^ (row % 8), which makes both the copies and ldmatrix
+ * free of bank conflicts.
+ *
+ * Results are deterministic: who computes what and every order of addition
+ * follow from the unit alone.
+ */
+#include "attention.cuh"
+
+namespace {
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * RK_WARP;
+constexpr int STAGES = 2;
+constexpr float LOG2_E = 1.44269504088896341f;
+constexpr float LN_2 = 0.69314718055994531f;
+
+/* Sizes of one instance: heads of at most DIM, TILES_OF_16 * 16 pairs in each
+ * warp. */
+template <int DIM, int TILES_OF_16> struct shape {
+    static constexpr int ROWS = 16 * TILES_OF_16;    /* pairs of a warp */
+    static constexpr int PAIRS = WARPS * ROWS;       /* at most, of a unit */
+    static constexpr int STEP = 16 * TILES_OF_16;    /* keys at once */
+    static constexpr int TILE = DIM > 128 ? 32 : 64; /* keys of a stage */
+    static constexpr int CHUNKS = DIM / 8;           /* of a row */
+    static constexpr int MATRIX = TILE * DIM;        /* elements of K or V */
+    static constexpr int STAGE = 2 * MATRIX;
+    static constexpr int SHARED =
+        (STAGES * STAGE + PAIRS * DIM) * 2; /* bytes */
+    /* After the last tile the stages hold float32 results of all warps. */
+    static_assert(PAIRS * DIM * 4 <= STAGES * STAGE * 2, "results fit");
+};
+
+/* How the warps share a unit: pairs first, what is left over splits keys. */
+struct layout {
+    int pair_warps, key_warps; /* product: WARPS */
+    int first_pair;            /* of this warp */
+    int key_warp;              /* which share of the keys is this warp's */
+};
+
+template <class S> __device__ __forceinline__ layout layout_of(int n_pairs)
+{
+    layout l;
+    const int warp = threadIdx.x / RK_WARP;
+    l.key_warps = S::TILE / S::STEP < WARPS ? S::TILE / S::STEP : WARPS;
+    while (WARPS / l.key_warps * S::ROWS < n_pairs) {
+        l.key_warps /= 2;
+    }
+    l.pair_warps = WARPS / l.key_warps;
+    l.first_pair = warp % l.pair_warps * S::ROWS;
+    l.key_warp = warp / l.pair_warps;
+    return l;
+}
+
+/* Element of a matrix in shared memory where a chunk begins. */
+template <class S> __device__ __forceinline__ int chunk_at(int row, int chunk)
+{
+    return (row * S::CHUNKS + (chunk ^ (row % 8))) * 8;
+}
+
+/* ---- copies ---------------------------------------------------------------
+ */
+
+/* Chunks of a row that the products read; those beyond head_dim are zero. */
+__device__ __forceinline__ int used_chunks(int head_dim)
+{
+    return (head_dim + 15) / 16 * 2;
+}
+
+template <class T, class S>
+__device__ __forceinline__ void copy_queries(const rk_cuda_attention &a,
+                                             const rk_task &t, T *to)
+{
+    const T *q = static_cast<const T *>(a.q);
+    const int n_pairs = t.unit.pair_end - t.unit.pair_begin;
+    const int chunk = threadIdx.x % S::CHUNKS;
+    for (int pair = threadIdx.x / S::CHUNKS; pair < S::PAIRS;
+         pair += THREADS / S::CHUNKS) {
+        const bool valid = pair < n_pairs && chunk * 8 < a.kv.head_dim;
+        if (chunk < used_chunks(a.kv.head_dim)) {
+            const T *from = valid ? q + rk_pair_at(a, t, pair) + chunk * 8 : q;
+            rk_copy16(to + chunk_at<S>(pair, chunk), from, valid);
+        }
+    }
+}
+
+/* K and V of the keys [key, key + TILE); zeros from key_end on. */
+template <class T, class S>
+__device__ __forceinline__ void copy_tile(const rk_cuda_attention &a,
+                                          const rk_task &t, int key, T *stage)
+{
+    const int row_bytes = a.kv.head_dim * (int)sizeof(T);
+    const int64_t to_value = rk_value_offset(a, row_bytes);
+    const int chunk = threadIdx.x % S::CHUNKS;
+    if (chunk >= used_chunks(a.kv.head_dim)) {
+        return;
+    }
+#pragma unroll
+    for (int row = threadIdx.x / S::CHUNKS; row < S::TILE;
+         row += THREADS / S::CHUNKS) {
+        const bool valid = key + row < t.key_end && chunk * 8 < a.kv.head_dim;
+        const unsigned char *from = a.kv.layer;
+        if (valid) {
+            from += rk_key_at(a, t, key + row, row_bytes) + chunk * 16;
+        }
+        T *to = stage + chunk_at<S>(row, chunk);
+        rk_copy16(to, from, valid);
+        rk_copy16(to + S::MATRIX, from + to_value, valid);
+    }
+}
+
+/* ---- one step: STEP keys for the pairs of a warp --------------------------
+ */
+
+/* Of a warp's pairs: this thread has pairs lane / 4 + 8 i, i < 2 N. */
+template <int N, int DIM> struct state {
+    float out[N][DIM / 8][4];
+    float max[2 * N], sum[2 * N]; /* sums are of this thread's keys */
+};
+
+template <class T, class S, int N>
+__device__ __forceinline__ void scores(float s[N][S::STEP / 8][4],
+                                       const T *queries, const T *keys,
+                                       int head_dim)
+{
+    const int lane = threadIdx.x % RK_WARP;
+    const int matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+#pragma unroll
+        for (int j = 0; j < S::STEP / 8; j++) {
+            s[i][j][0] = s[i][j][1] = s[i][j][2] = s[i][j][3] = 0.0f;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < S::CHUNKS; k += 2) {
+        if (k * 8 < head_dim) {
+            uint32_t q[N][4];
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                rk_ldmatrix(q[i], queries + chunk_at<S>(i * 16 + lane % 16,
+                                                        k + lane / 16));
+            }
+#pragma unroll
+            for (int j = 0; j < S::STEP / 16; j++) {
+                uint32_t b[4]; /* two tiles of 8 keys, 16 of DIM each */
+                rk_ldmatrix(b, keys + chunk_at<S>(j * 16 + matrix / 2 * 8 + row,
+                                                  k + matrix % 2));
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    rk_mma(s[i][2 * j], q[i], b, T());
+                    rk_mma(s[i][2 * j + 1], q[i], b + 2, T());
+                }
+            }
+        }
+    }
+}
+
+/* Take away the scores of keys that a pair does not use. */
+template <class S, int N>
+__device__ __forceinline__ void mask(float s[N][S::STEP / 8][4],
+                                     const rk_keys *pairs, int key)
+{
+    const int lane = threadIdx.x % RK_WARP;
+#pragma unroll
+    for (int r = 0; r < 2 * N; r++) {
+        const rk_keys use = pairs[lane / 4 + 8 * r];
+#pragma unroll
+        for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int at = key + j * 8 + lane % 4 * 2 + e;
+                if (at < use.begin || at >= use.end) {
+                    s[r / 2][j][r % 2 * 2 + e] = -INFINITY;
+                }
+            }
+        }
+    }
+}
+
+/* Scores become weights; out, max and sum follow. */
+template <class S, int N, int DIM>
+__device__ __forceinline__ void soften(float s[N][S::STEP / 8][4],
+                                       state<N, DIM> &w, float scale)
+{
+    float shrink[2 * N];
+    bool moved = false;
+#pragma unroll
+    for (int r = 0; r < 2 * N; r++) {
+        float max = w.max[r];
+#pragma unroll
+        for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = s[r / 2][j][r % 2 * 2 + e];
+                x *= scale;
+                max = fmaxf(max, x);
+            }
+        }
+        max = fmaxf(max, __shfl_xor_sync(RK_ALL_LANES, max, 1));
+        max = fmaxf(max, __shfl_xor_sync(RK_ALL_LANES, max, 2));
+        shrink[r] = rk_part_weight(w.max[r], max);
+        moved = moved || max != w.max[r];
+        w.max[r] = max;
+        const float from = max == -INFINITY ? 0.0f : max;
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < S::STEP / 8; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = s[r / 2][j][r % 2 * 2 + e];
+                x = exp2f(x - from);
+                sum += x;
+            }
+        }
+        w.sum[r] = w.sum[r] * shrink[r] + sum;
+    }
+    if (__any_sync(RK_ALL_LANES, moved)) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+#pragma unroll
+            for (int j = 0; j < DIM / 8; j++) {
+                w.out[i][j][0] *= shrink[2 * i];
+                w.out[i][j][1] *= shrink[2 * i];
+                w.out[i][j][2] *= shrink[2 * i + 1];
+                w.out[i][j][3] *= shrink[2 * i + 1];
+            }
+        }
+    }
+}
+
+/* out += weights values. The weights' fragments as results of mma are, in
+ * 16-bit pairs, those that mma wants as its first operand. */
+template <class T, class S, int N, int DIM>
+__device__ __forceinline__ void add_values(state<N, DIM> &w,
+                                           float s[N][S::STEP / 8][4],
+                                           const T *values, int head_dim)
+{
+    const int lane = threadIdx.x % RK_WARP;
+    const int matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int j = 0; j < S::STEP / 16; j++) {
+        uint32_t p[N][4];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            p[i][0] = rk_pack<T>(s[i][2 * j][0], s[i][2 * j][1]);
+            p[i][1] = rk_pack<T>(s[i][2 * j][2], s[i][2 * j][3]);
+            p[i][2] = rk_pack<T>(s[i][2 * j + 1][0], s[i][2 * j + 1][1]);
+            p[i][3] = rk_pack<T>(s[i][2 * j + 1][2], s[i][2 * j + 1][3]);
+        }
+#pragma unroll
+        for (int d = 0; d < S::CHUNKS; d += 2) {
+            if (d * 8 < head_dim) {
+                uint32_t b[4]; /* 16 keys of two tiles of 8 dimensions */
+                rk_ldmatrix_trans(
+                    b, values + chunk_at<S>(j * 16 + matrix % 2 * 8 + row,
+                                            d + matrix / 2));
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    rk_mma(w.out[i][d], p[i], b, T());
+                    rk_mma(w.out[i][d + 1], p[i], b + 2, T());
+                }
+            }
+        }
+    }
+}
+
+/* ---- results --------------------------------------------------------------
+ */
+
+/* Where the stages hold column chunk `chunk` of the result of a warp's pair;
+ * `row` counts pairs through all warps that share keys. */
+template <int DIM> __device__ __forceinline__ int result_at(int row, int chunk)
+{
+    return row * DIM + (chunk ^ (row % 8)) * 8;
+}
+
+template <class S, int N, int DIM>
+__device__ __forceinline__ void leave(const state<N, DIM> &w, const layout &l,
+                                      int head_dim, float *results,
+                                      float (*ends)[2])
+{
+    const int lane = threadIdx.x % RK_WARP;
+    const int first = l.key_warp * l.pair_warps * S::ROWS + l.first_pair;
+#pragma unroll
+    for (int r = 0; r < 2 * N; r++) {
+        const int row = first + lane / 4 + 8 * r;
+        float sum = w.sum[r];
+        sum += __shfl_xor_sync(RK_ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(RK_ALL_LANES, sum, 2);
+        if (lane % 4 == 0) {
+            ends[row][0] = w.max[r];
+            ends[row][1] = sum;
+        }
+#pragma unroll
+        for (int j = 0; j < DIM / 8; j++) {
+            if (j * 8 < head_dim) {
+                float *to = results + result_at<DIM>(row, j) + lane % 4 * 2;
+                to[0] = w.out[r / 2][j][r % 2 * 2];
+                to[1] = w.out[r / 2][j][r % 2 * 2 + 1];
+            }
+        }
+    }
+}
+
+/* Merge what the warps left, in their order, and send it where it belongs. */
+template <class T, class S, int DIM>
+__device__ __forceinline__ void
+send(const rk_cuda_attention &a, const rk_task &t, const layout &l,
+     const float *results, const float (*ends)[2])
+{
+    const int n_pairs = t.unit.pair_end - t.unit.pair_begin;
+    const int chunk = threadIdx.x % S::CHUNKS;
+    if (chunk * 8 >= a.kv.head_dim) {
+        return;
+    }
+    for (int pair = threadIdx.x / S::CHUNKS; pair < n_pairs;
+         pair += THREADS / S::CHUNKS) {
+        const rk_place place = rk_place_of(a, t, pair);
+        if (place.partial == RK_WORK_NONE) {
+            continue;
+        }
+        float max = -INFINITY, sum = 0.0f;
+        for (int i = 0; i < l.key_warps; i++) {
+            max = fmaxf(max, ends[i * l.pair_warps * S::ROWS + pair][0]);
+        }
+        float all[8] = {};
+        for (int i = 0; i < l.key_warps; i++) {
+            const int row = i * l.pair_warps * S::ROWS + pair;
+            const float by = rk_part_weight(ends[row][0], max);
+            float part[8];
+            rk_load8(part, results + result_at<DIM>(row, chunk));
+            sum += ends[row][1] * by;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                all[j] += part[j] * by;
+            }
+        }
+        if (place.partial == RK_WORK_OUT) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                all[j] /= sum;
+            }
+            rk_store8(static_cast<T *>(a.out) + rk_pair_at(a, t, pair) +
+                          chunk * 8,
+                      all);
+        } else {
+            rk_store8(a.partials + place.index * a.kv.head_dim + chunk * 8,
+                      all);
+            if (chunk == 0) {
+                a.sums[2 * place.index] = max * LN_2;
+                a.sums[2 * place.index + 1] = sum;
+            }
+        }
+    }
+}
+
+/* ---- the kernel ------------------------------------------------------------
+ */
+
+template <class T, int DIM, int N>
+__global__ void __launch_bounds__(THREADS)
+    attend(const rk_cuda_attention a, float scale)
+{
+    using S = shape<DIM, N>;
+    RK_SHARED_DYNAMIC(memory);
+    RK_SHARED(float, ends, [S::PAIRS][2]);
+    RK_SHARED(rk_keys, pairs, [S::PAIRS]);
+    T *stages = reinterpret_cast<T *>(memory);
+    T *queries = stages + STAGES * S::STAGE;
+    const int n_items = *a.n_units * a.kv.n_kv_heads;
+    for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
+        const rk_task t = rk_task_of(a, item);
+        const layout l = layout_of<S>(t.unit.pair_end - t.unit.pair_begin);
+        state<N, DIM> w = {};
+#pragma unroll
+        for (int r = 0; r < 2 * N; r++) {
+            w.max[r] = -INFINITY;
+        }
+        copy_queries<T, S>(a, t, queries);
+        copy_tile<T, S>(a, t, t.key_begin, stages);
+        rk_copy_commit();
+        for (int i = threadIdx.x; i < S::PAIRS; i += THREADS) {
+            pairs[i] = rk_pair_keys(a, t, i);
+        }
+        int stage = 0;
+        for (int key = t.key_begin; key < t.key_end; key += S::TILE) {
+            T *keys = stages + stage * S::STAGE;
+            stage ^= 1;
+            if (key + S::TILE < t.key_end) {
+                copy_tile<T, S>(a, t, key + S::TILE, stages + stage * S::STAGE);
+            }
+            rk_copy_commit();
+            rk_copy_wait<1>();
+            /* The copies of all threads have arrived, and `pairs`. */
+            __syncthreads();
+            for (int i = l.key_warp * S::STEP;
+                 i < S::TILE && key + i < t.key_end;
+                 i += l.key_warps * S::STEP) {
+                float s[N][S::STEP / 8][4];
+                scores<T, S, N>(s, queries + l.first_pair * DIM, keys + i * DIM,
+                                a.kv.head_dim);
+                if (key + i < t.full_begin || key + i + S::STEP > t.full_end) {
+                    mask<S, N>(s, pairs + l.first_pair, key + i);
+                }
+                soften<S, N, DIM>(s, w, scale);
+                add_values<T, S, N, DIM>(w, s, keys + S::MATRIX + i * DIM,
+                                         a.kv.head_dim);
+            }
+            /* Nobody reads this stage while it is refilled. */
+            __syncthreads();
+        }
+        rk_copy_wait<0>();
+        float *results = reinterpret_cast<float *>(memory);
+        leave<S, N, DIM>(w, l, a.kv.head_dim, results, ends);
+        /* The results of all warps are there. */
+        __syncthreads();
+        send<T, S, DIM>(a, t, l, results, ends);
+        /* The results are sent before the next unit's copies. */
+        __syncthreads();
+    }
+}
+
+template <class T, int DIM, int N>
+void launch(const rk_cuda_attention &a, cudaStream_t stream)
+{
+    const float scale = (float)(1.0 / sqrt((double)a.kv.head_dim));
+    RK_LAUNCH((attend<T, DIM, N>), (unsigned)a.n_blocks, THREADS,
+              (shape<DIM, N>::SHARED), stream, a, scale * LOG2_E);
+}
+
+/* Heads of more than 128 have no room for two tiles of 16 pairs in a warp. */
+template <class T>
+void launch_any(const rk_cuda_attention &a, cudaStream_t stream)
+{
+    if (a.kv.head_dim > 128) {
+        launch<T, 256, 1>(a, stream);
+    } else if (a.kv.head_dim > 64) {
+        a.wide ? launch<T, 128, 2>(a, stream) : launch<T, 128, 1>(a, stream);
+    } else {
+        a.wide ? launch<T, 64, 2>(a, stream) : launch<T, 64, 1>(a, stream);
+    }
+}
+
+/* ---- merging partials ------------------------------------------------------
+ */
+
+/* A warp merges one head of one row:
+ *     m = max m_i,  w_i = e^(m_i - m),  out = sum w_i acc_i / sum w_i l_i. */
+template <class T>
+__global__ void __launch_bounds__(THREADS) merge(const rk_cuda_attention a)
+{
+    const int item = blockIdx.x * WARPS + threadIdx.x / RK_WARP;
+    const int lane = threadIdx.x % RK_WARP, head_dim = a.kv.head_dim;
+    const int row = item / a.n_heads, head = item % a.n_heads;
+    if (row >= a.n_rows) {
+        return;
+    }
+    const int first = a.rows_first[row], end = a.rows_first[row + 1];
+    if (first == end) {
+        return;
+    }
+    float max = -INFINITY;
+    for (int i = first + lane; i < end; i += RK_WARP) {
+        max = fmaxf(max, a.sums[2 * ((int64_t)i * a.n_heads + head)]);
+    }
+    max = rk_warp_max(max);
+    T *out = static_cast<T *>(a.out) + (int64_t)item * head_dim;
+    const bool whole = head_dim % 8 == 0;
+    for (int at = lane * 8; at < head_dim; at += RK_WARP * 8) {
+        float all[8] = {}, sum = 0.0f;
+        for (int i = first; i < end; i++) {
+            const int64_t index = (int64_t)i * a.n_heads + head;
+            const float by =
+                rk_part_weight(a.sums[2 * index] * LOG2_E, max * LOG2_E);
+            float part[8];
+            rk_row_load(part, a.partials + index * head_dim, at, head_dim,
+                        whole);
+            sum += a.sums[2 * index + 1] * by;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                all[j] += part[j] * by;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            all[j] /= sum;
+        }
+        rk_row_store(out, all, at, head_dim, whole);
+    }
+}
+
+/* ---- which kernel ----------------------------------------------------------
+ */
+
+bool plain(rk_type type, int head_dim)
+{
+    return type == RK_F32 || head_dim % 8 != 0 || head_dim > 256;
+}
+
+template <class T, int DIM, int N> cudaError_t allow_shared()
+{
+    return cudaFuncSetAttribute(attend<T, DIM, N>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                shape<DIM, N>::SHARED);
+}
+
+template <class T> cudaError_t prepare()
+{
+    cudaError_t error = allow_shared<T, 64, 1>();
+    error = error != cudaSuccess ? error : allow_shared<T, 64, 2>();
+    error = error != cudaSuccess ? error : allow_shared<T, 128, 1>();
+    error = error != cudaSuccess ? error : allow_shared<T, 128, 2>();
+    return error != cudaSuccess ? error : allow_shared<T, 256, 1>();
+}
+
+} // namespace
+
+cudaError_t rk_cuda_attention_prepare(void)
+{
+    const cudaError_t error = prepare<rk_bf16>();
+    return error != cudaSuccess ? error : prepare<rk_f16>();
+}
+
+int32_t rk_cuda_attend_pairs(rk_type type, int32_t head_dim, bool wide)
+{
+    if (plain(type, head_dim)) {
+        return RK_PLAIN_PAIRS;
+    }
+    return wide && head_dim <= 128 ? shape<128, 2>::PAIRS
+                                   : shape<128, 1>::PAIRS;
+}
+
+cudaError_t rk_cuda_attend(const rk_cuda_attention *a, cudaStream_t stream)
+{
+    cudaError_t error = cudaSuccess;
+    if (plain(a->kv.type, a->kv.head_dim)) {
+        error = rk_attend_plain(*a, stream);
+    } else {
+        a->kv.type == RK_F16 ? launch_any<rk_f16>(*a, stream)
+                             : launch_any<rk_bf16>(*a, stream);
+        error = cudaGetLastError();
+    }
+    if (error == cudaSuccess && a->merge) {
+        const int64_t items = (int64_t)a->n_rows * a->n_heads;
+        rk_with_type(a->kv.type, [=](auto element) {
+            using T = decltype(element);
+            RK_LAUNCH((merge<T>), rk_blocks(items, WARPS), THREADS, 0, stream,
+                      *a);
+        });
+        error = cudaGetLastError();
+    }
+    return error;
+}

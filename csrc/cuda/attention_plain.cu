@@ -1,0 +1,210 @@
+/* Attention without tensor cores: float32, exact, and head sizes that fit no
+ * fragment.
+ *
+ * The same units, partials and online softmax as attention.cu. Four warps take
+ * PAIRS pairs, PAIRS / 4 each, over tiles of 32 keys: for the scores a lane is
+ * a key, for the values it is a dimension. Heads longer than COLUMNS go
+ * through shared memory in parts; results longer than OUT are shared out over
+ * the second dimension of the grid, each part with scores of its own.
+ */
+#include "attention.cuh"
+
+namespace {
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * RK_WARP;
+constexpr int PAIRS = RK_PLAIN_PAIRS;
+constexpr int MINE = PAIRS / WARPS; /* pairs of a warp */
+constexpr int KEYS = RK_WARP;       /* of a tile */
+constexpr int COLUMNS = 128;        /* dimensions in shared memory */
+constexpr int STRIDE = COLUMNS + 4; /* lanes reading 16 bytes do not collide */
+constexpr int PARTS = 2;
+constexpr int OUT = PARTS * COLUMNS; /* dimensions of a block's result */
+constexpr int LANES_OUT = COLUMNS / RK_WARP;
+
+/* rows rows of `to` become dimensions [column, column + COLUMNS) of what
+ * address(row) points to, zeros where that is NULL or the head ends. */
+template <class T, class Address>
+__device__ __forceinline__ void fetch(float *to, int rows, int column,
+                                      int head_dim, Address address)
+{
+    const bool whole = sizeof(T) == 4 && head_dim % 4 == 0;
+    for (int i = threadIdx.x; i < rows * (COLUMNS / 4); i += THREADS) {
+        const int row = i / (COLUMNS / 4);
+        const int at = i % (COLUMNS / 4) * 4;
+        const int n = head_dim - column - at;
+        const T *from = address(row);
+        float *cell = to + row * STRIDE + at;
+        if (from != nullptr && whole && n > 0) {
+            rk_store16(cell, rk_load16(from + column + at));
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                cell[j] = from != nullptr && j < n
+                              ? rk_wide(from[column + at + j])
+                              : 0.0f;
+            }
+        }
+    }
+}
+
+/* s[i] += the parts of q and k that are in shared memory. */
+__device__ __forceinline__ void add_scores(float s[MINE], const float *queries,
+                                           const float *keys, int n)
+{
+    const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
+    for (int d = 0; d < n; d += 4) {
+        float k[4], q[4];
+        rk_load4(k, keys + lane * STRIDE + d);
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            rk_load4(q, queries + (warp * MINE + i) * STRIDE + d);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                s[i] += q[j] * k[j];
+            }
+        }
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(THREADS, 2)
+    attend(const rk_cuda_attention a, float scale)
+{
+    RK_SHARED(float, queries, [PAIRS * STRIDE]);
+    RK_SHARED(float, cells, [KEYS * STRIDE]); /* of K, then of V */
+    const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
+    const int head_dim = a.kv.head_dim;
+    const int row_bytes = head_dim * (int)sizeof(T);
+    const int64_t to_value = rk_value_offset(a, row_bytes);
+    const int out_begin = blockIdx.y * OUT;
+    const int n_items = *a.n_units * a.kv.n_kv_heads;
+    for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
+        const rk_task t = rk_task_of(a, item);
+        const int n_pairs = t.unit.pair_end - t.unit.pair_begin;
+        float max[MINE], sum[MINE], out[MINE][PARTS * LANES_OUT] = {};
+        rk_keys use[MINE];
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            max[i] = -INFINITY;
+            sum[i] = 0.0f;
+            use[i] = rk_pair_keys(a, t, warp * MINE + i);
+        }
+        const auto query = [&](int pair) {
+            return pair < n_pairs
+                       ? static_cast<const T *>(a.q) + rk_pair_at(a, t, pair)
+                       : nullptr;
+        };
+        for (int key = t.key_begin; key < t.key_end; key += KEYS) {
+            const int n_keys = min(KEYS, t.key_end - key);
+            const auto cell = [&](int row, int64_t offset) {
+                return row < n_keys
+                           ? reinterpret_cast<const T *>(
+                                 a.kv.layer +
+                                 rk_key_at(a, t, key + row, row_bytes) + offset)
+                           : nullptr;
+            };
+            float p[MINE] = {};
+            for (int d = 0; d < head_dim; d += COLUMNS) {
+                /* What was in `queries` and `cells` has been read. */
+                __syncthreads();
+                if (key == t.key_begin || head_dim > COLUMNS) {
+                    fetch<T>(queries, PAIRS, d, head_dim, query);
+                }
+                fetch<T>(cells, KEYS, d, head_dim,
+                         [&](int row) { return cell(row, 0); });
+                /* Q and K are in shared memory. */
+                __syncthreads();
+                add_scores(p, queries, cells, min(COLUMNS, head_dim - d));
+            }
+#pragma unroll
+            for (int i = 0; i < MINE; i++) {
+                const bool used =
+                    key + lane >= use[i].begin && key + lane < use[i].end;
+                const float s =
+                    used && lane < n_keys ? p[i] * scale : -INFINITY;
+                const float top = fmaxf(max[i], rk_warp_max(s));
+                const float by =
+                    max[i] == -INFINITY ? 0.0f : expf(max[i] - top);
+                p[i] = s == -INFINITY ? 0.0f : expf(s - top);
+                sum[i] = sum[i] * by + p[i];
+                max[i] = top;
+#pragma unroll
+                for (int c = 0; c < PARTS * LANES_OUT; c++) {
+                    out[i][c] *= by;
+                }
+            }
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                const int column = out_begin + part * COLUMNS;
+                if (column >= head_dim) {
+                    continue;
+                }
+                /* K, or the part of V before, has been read. */
+                __syncthreads();
+                fetch<T>(cells, KEYS, column, head_dim,
+                         [&](int row) { return cell(row, to_value); });
+                /* V is in shared memory. */
+                __syncthreads();
+                for (int j = 0; j < n_keys; j++) {
+                    float weight[MINE];
+#pragma unroll
+                    for (int i = 0; i < MINE; i++) {
+                        weight[i] = __shfl_sync(RK_ALL_LANES, p[i], j);
+                    }
+#pragma unroll
+                    for (int c = 0; c < LANES_OUT; c++) {
+                        const float v = cells[j * STRIDE + c * RK_WARP + lane];
+#pragma unroll
+                        for (int i = 0; i < MINE; i++) {
+                            out[i][part * LANES_OUT + c] += weight[i] * v;
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            const int pair = warp * MINE + i;
+            const float total = rk_warp_sum(sum[i]);
+            if (pair >= n_pairs) {
+                continue;
+            }
+            const rk_place place = rk_place_of(a, t, pair);
+            if (place.partial == RK_WORK_NONE) {
+                continue;
+            }
+#pragma unroll
+            for (int c = 0; c < PARTS * LANES_OUT; c++) {
+                const int column = out_begin + c * RK_WARP + lane;
+                if (column >= head_dim) {
+                    continue;
+                }
+                if (place.partial == RK_WORK_OUT) {
+                    rk_narrow(static_cast<T *>(a.out) + rk_pair_at(a, t, pair) +
+                                  column,
+                              out[i][c] / total);
+                } else {
+                    a.partials[place.index * head_dim + column] = out[i][c];
+                }
+            }
+            if (place.partial >= 0 && out_begin == 0 && lane == 0) {
+                a.sums[2 * place.index] = max[i];
+                a.sums[2 * place.index + 1] = total;
+            }
+        }
+    }
+}
+
+} // namespace
+
+cudaError_t rk_attend_plain(const rk_cuda_attention &a, cudaStream_t stream)
+{
+    const dim3 grid((unsigned)a.n_blocks, rk_blocks(a.kv.head_dim, OUT));
+    const float scale = (float)(1.0 / sqrt((double)a.kv.head_dim));
+    rk_with_type(a.kv.type, [&](auto element) {
+        using T = decltype(element);
+        RK_LAUNCH((attend<T>), grid, THREADS, 0, stream, a, scale);
+    });
+    return cudaGetLastError();
+}
