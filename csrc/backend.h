@@ -4,8 +4,9 @@
  * into a device address. Order of business in a step: `begin` takes the facts
  * of the batch (the only place where integers cross over), operations follow
  * in program order, `download` waits and brings a few numbers per row back.
- * An operation never allocates, never waits and never fails: everything that
- * can be refused is refused when the device is created or in `begin`.
+ * An operation never allocates and never waits: everything that can be refused
+ * is refused when the device is created. A device that breaks keeps the first
+ * reason: `check` tells it, and what it brings back from then on is no number.
  *
  * Reproducibility (CPU): the result of a row depends on that row's inputs
  * alone, bit for bit, never on n_rows, threads, chunk or block_tokens. Each
@@ -60,7 +61,23 @@ typedef struct rk_batch {
     const rk_chunk *chunks; /* cover [0, n_rows) in order */
     int32_t n_segments;
     const rk_segment *segments;
+    bool roomy; /* the buffers of this step have room for rk_rows_room(n) rows
+                 * where an operation has n; what is behind the n-th row is
+                 * undefined after it. Lets a device pad and replay steps. */
 } rk_batch;
+
+/* Rows that a buffer of n rows has room for. */
+static inline int32_t rk_rows_room(int32_t n)
+{
+    int32_t room = 1;
+    if (n > 64) {
+        return n;
+    }
+    while (room < n && room < 8) {
+        room *= 2;
+    }
+    return n <= 8 ? room : (n + 7) / 8 * 8;
+}
 
 /* ---- sampling ----------------------------------------------------------- */
 
@@ -108,6 +125,10 @@ typedef struct rk_ops {
     void (*upload)(rk_device *dev, void *dst, const void *host, size_t bytes);
     void (*download)(rk_device *dev, void *host, const void *src, size_t bytes);
     void (*destroy)(rk_device *dev);
+    /* RK_OK, or why what was computed since creation is not to be trusted. */
+    rk_status (*check)(rk_device *dev, rk_error *err);
+    /* Can the device read this address? (If not, weights are uploaded.) */
+    bool (*holds)(rk_device *dev, const void *memory);
 
     /* -- KV pool: all layers of a block at once */
     void (*kv_copy)(rk_device *dev, int32_t dst_block, int32_t src_block);
@@ -208,6 +229,35 @@ rk_status rk_cpu_create(rk_device **out, const rk_config *config,
 
 /* Threads that this process may really use: affinity and cgroup quota. */
 int rk_cpu_default_threads(void);
+
+/* The CUDA backend is a shared object of its own, opened on first use, so that
+ * nothing else needs a driver. One GPU and one stream: */
+typedef struct rk_cuda rk_cuda;
+
+/* What the shared object exports as rk_cuda_library. */
+typedef struct rk_cuda_calls {
+    size_t ops_bytes; /* sizeof(rk_ops): made for this build of rksc? */
+    /* RK_ESTATE: no driver, no such GPU, one that is too old: the text says
+     * what to do. */
+    rk_status (*open)(rk_cuda **out, int ordinal, rk_error *err);
+    void (*close)(rk_cuda *cuda); /* after its devices; takes NULL */
+    uintptr_t (*stream)(const rk_cuda *cuda); /* the cudaStream_t */
+    /* Copy from the GPU's memory when its stream comes to it; waits. */
+    rk_status (*fetch)(rk_cuda *cuda, void *host, const void *src, size_t bytes,
+                       rk_error *err);
+    /* Like rk_cpu_create; the device borrows `cuda`. */
+    rk_status (*create)(rk_device **out, rk_cuda *cuda, const rk_config *config,
+                        const rk_extent *extent, rk_error *err);
+} rk_cuda_calls;
+
+struct rk_cuda {
+    const rk_cuda_calls *calls;
+    int ordinal;
+};
+
+/* Open the shared object at `path` (it stays open) and GPU `ordinal`. */
+rk_status rk_cuda_open(rk_cuda **out, const char *path, int ordinal,
+                       rk_error *err);
 
 #ifdef __cplusplus
 }

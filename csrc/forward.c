@@ -21,7 +21,8 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
 {
     const rk_config *c = &model->config;
     size_t act = model->compute == RK_BF16 ? 2 : 4;
-    size_t rows = (size_t)max_rows, outputs = (size_t)max_outputs;
+    size_t rows = (size_t)rk_rows_room(max_rows);
+    size_t outputs = (size_t)rk_rows_room(max_outputs);
     size_t width = (size_t)c->width;
     size_t heads = (size_t)c->n_heads * (size_t)c->head_dim;
     *f = (rk_forward){
@@ -62,9 +63,10 @@ void rk_forward_free(rk_forward *f)
     memset(f, 0, sizeof *f);
 }
 
-void rk_forward_begin(rk_forward *f, const rk_batch *batch, float *x)
+void rk_forward_begin(rk_forward *f, rk_batch *batch, float *x)
 {
     const rk_ops *ops = f->device->ops;
+    batch->roomy = x == NULL; /* our own buffers are */
     ops->begin(f->device, batch);
     ops->embed(f->device, x != NULL ? x : f->x, &f->model->embedding);
 }
@@ -93,38 +95,52 @@ static void head(rk_forward *f, const int32_t *rows, int32_t n, bool norm)
     ops->linear(dev, f->logits, f->a, &f->model->head, n, false);
 }
 
-void rk_forward_pick(rk_forward *f, const int32_t *rows, const rk_draw *draws,
-                     int32_t n, bool norm, rk_pick *picks)
+rk_status rk_forward_fetch(const rk_forward *f, void *host, const void *src,
+                           size_t bytes, rk_error *err)
+{
+    f->device->ops->download(f->device, host, src, bytes);
+    return f->device->ops->check(f->device, err);
+}
+
+rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
+                          const rk_draw *draws, int32_t n, bool norm,
+                          rk_pick *picks, rk_error *err)
 {
     rk_device *dev = f->device;
-    for (int32_t i = 0; i < n; i += f->max_outputs) {
+    rk_status status = RK_OK;
+    for (int32_t i = 0; i < n && status == RK_OK; i += f->max_outputs) {
         int32_t m = n - i < f->max_outputs ? n - i : f->max_outputs;
         head(f, rows + i, m, norm);
         dev->ops->pick(dev, f->picks, f->logits, draws + i, m);
-        dev->ops->download(dev, picks + i, f->picks, (size_t)m * sizeof *picks);
+        status = rk_forward_fetch(f, picks + i, f->picks,
+                                  (size_t)m * sizeof *picks, err);
     }
+    return status;
 }
 
-void rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
-                       float *logits)
+rk_status rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
+                            float *logits, rk_error *err)
 {
     head(f, rows, n, true);
-    f->device->ops->download(f->device, logits, f->logits,
-                             (size_t)n * (size_t)f->model->config.vocab_size *
-                                 sizeof *logits);
+    return rk_forward_fetch(
+        f, logits, f->logits,
+        (size_t)n * (size_t)f->model->config.vocab_size * sizeof *logits, err);
 }
 
-void rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n, bool norm,
-                       const int32_t ids[2], float *answers)
+rk_status rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,
+                            bool norm, const int32_t ids[2], float *answers,
+                            rk_error *err)
 {
     rk_device *dev = f->device;
     const rk_ops *ops = dev->ops;
-    for (int32_t i = 0; i < n; i += f->max_outputs) {
+    rk_status status = RK_OK;
+    for (int32_t i = 0; i < n && status == RK_OK; i += f->max_outputs) {
         int32_t m = n - i < f->max_outputs ? n - i : f->max_outputs;
         ops->gather(dev, f->y, f->x, rows + i, m, f->model->config.width);
         ops->answer(dev, f->few, f->y, norm ? f->model->norm : NULL,
                     &f->model->head, ids, m, 2);
-        ops->download(dev, answers + 2 * i, f->few,
-                      (size_t)m * 2 * sizeof *answers);
+        status = rk_forward_fetch(f, answers + 2 * i, f->few,
+                                  (size_t)m * 2 * sizeof *answers, err);
     }
+    return status;
 }

@@ -141,8 +141,9 @@ rk_status rk_session_prompt_means(rk_session *s, const int32_t *tokens,
     if (status == RK_OK) {
         status = branch_means(&p, branch, begin, end, err);
         if (status == RK_OK) {
-            s->device->ops->download(s->device, means, p.means,
-                                     layer_at(&p, p.n_layers) * sizeof *means);
+            status =
+                rk_forward_fetch(&s->forward, means, p.means,
+                                 layer_at(&p, p.n_layers) * sizeof *means, err);
         }
         probe_free(&p);
     }
@@ -175,7 +176,11 @@ static rk_status root_means(probe *p, rk_branch *root, int32_t begin,
     if (means == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory to probe");
     }
-    ops->download(s->device, means, p->means, bytes);
+    status = rk_forward_fetch(&s->forward, means, p->means, bytes, err);
+    if (status != RK_OK) {
+        free(means);
+        return status;
+    }
     ops->upload(s->device, p->root, means, bytes);
     free(memory->means);
     *memory = (rk_probe_memory){means, p->n_layers, begin, end};
@@ -185,18 +190,22 @@ static rk_status root_means(probe *p, rk_branch *root, int32_t begin,
 /* ---- the gate ------------------------------------------------------------ */
 
 /* Compare layer's mean with the root's and decide as far as that goes. */
-static void compare(probe *p, int32_t layer, const rk_asks *asks,
-                    const double *weights, rk_gate_report *report)
+static rk_status compare(probe *p, int32_t layer, const rk_asks *asks,
+                         const double *weights, rk_gate_report *report,
+                         rk_error *err)
 {
     const rk_ops *ops = p->s->device->ops;
     ops->cosine(p->s->device, p->cosine, p->means + layer_at(p, layer),
                 p->root + layer_at(p, layer),
                 p->center != NULL ? p->center + layer_at(p, layer) : NULL, 1);
-    ops->download(p->s->device, &report->cosines[layer], p->cosine,
-                  sizeof(float));
-    report->n_layers = layer + 1;
-    report->gate = rk_asks_decide(report->cosines, layer + 1, weights,
-                                  p->n_layers, asks->tau, &report->sigma);
+    rk_status status = rk_forward_fetch(&p->s->forward, &report->cosines[layer],
+                                        p->cosine, sizeof(float), err);
+    if (status == RK_OK) {
+        report->n_layers = layer + 1;
+        report->gate = rk_asks_decide(report->cosines, layer + 1, weights,
+                                      p->n_layers, asks->tau, &report->sigma);
+    }
+    return status;
 }
 
 /* Run all own rows [first, n_tokens) through layers [from, to): each chunk of
@@ -237,7 +246,9 @@ static rk_status probe_prefix(probe *p, rk_branch *own, int32_t first,
         status = run_rows(p, own, first, *layer, *layer + 1, err);
         if (status == RK_OK) {
             mean_add(p, *layer, p->held, first, n, begin, end);
-            compare(p, *layer, asks, weights, report);
+            status = compare(p, *layer, asks, weights, report, err);
+        }
+        if (status == RK_OK) {
             report->own_token_layers += n;
             ++*layer;
         }
@@ -383,7 +394,7 @@ static rk_status by_suffix(rk_session *s, rk_branch **out, rk_branch *root,
         for (int32_t l = 0;
              l < p.n_layers && status == RK_OK && report->gate == RK_GATE_OPEN;
              l++) {
-            compare(&p, l, asks, weights, report);
+            status = compare(&p, l, asks, weights, report, err);
         }
         probe_free(&p);
     }

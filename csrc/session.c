@@ -71,6 +71,17 @@ static rk_status check_options(const rk_options *o, rk_error *err)
     return RK_OK;
 }
 
+static rk_status create_device(rk_session *s, const rk_extent *extent,
+                               rk_error *err)
+{
+    const rk_options *o = &s->options;
+    const rk_config *config = &s->model.config;
+    if (o->cuda != NULL) {
+        return o->cuda->calls->create(&s->device, o->cuda, config, extent, err);
+    }
+    return rk_cpu_create(&s->device, config, extent, o->isa, o->n_threads, err);
+}
+
 rk_status rk_session_create(rk_session **out, const rk_model *model,
                             const rk_options *options, rk_error *err)
 {
@@ -83,7 +94,7 @@ rk_status rk_session_create(rk_session **out, const rk_model *model,
     if (s == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a session");
     }
-    s->model = *model;
+    s->model = *model; /* until it has been placed */
     s->options = *options;
     int32_t n_blocks = 0;
     if ((status = step_create(s, err)) ||
@@ -97,8 +108,8 @@ rk_status rk_session_create(rk_session **out, const rk_model *model,
         .max_rows = options->step_tokens,
         .max_outputs = RK_MAX_OUTPUTS,
     };
-    if ((status = rk_cpu_create(&s->device, &model->config, &extent,
-                                options->isa, options->n_threads, err)) ||
+    if ((status = create_device(s, &extent, err)) ||
+        (status = rk_place(&s->placed, &s->model, s->device, model, err)) ||
         (status =
              rk_forward_create(&s->forward, s->device, &s->model,
                                options->step_tokens, RK_MAX_OUTPUTS, err)) ||
@@ -127,6 +138,7 @@ void rk_session_free(rk_session *s)
     rk_plan_free(s->plan);
     rk_kv_free(s->kv);
     rk_forward_free(&s->forward);
+    rk_placed_free(s->placed);
     if (s->device != NULL) {
         s->device->ops->destroy(s->device);
     }
@@ -345,6 +357,7 @@ void rk_session_invalidate(rk_session *s)
         b->memory = (rk_probe_memory){0};
     }
     rk_kv_forget(s->kv);
+    rk_placed_refresh(s->placed);
 }
 
 /* ---- what a branch would say next ---------------------------------------- */
@@ -369,7 +382,8 @@ rk_status rk_session_logits(rk_session *s, rk_branch *branch, float *logits,
     }
     status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
     if (status == RK_OK) {
-        rk_forward_logits(&s->forward, s->step.first_rows, 1, logits);
+        status =
+            rk_forward_logits(&s->forward, s->step.first_rows, 1, logits, err);
     }
     rk_step_close(s, status == RK_OK);
     return status;
@@ -385,8 +399,11 @@ rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *hidden,
     }
     for (int32_t l = 0; l < s->model.config.n_layers && status == RK_OK; l++) {
         status = rk_step_layers(s, l, l + 1, NULL, err);
-        s->device->ops->download(s->device, hidden + (size_t)l * width,
-                                 s->forward.x, width * sizeof *hidden);
+        if (status == RK_OK) {
+            status =
+                rk_forward_fetch(&s->forward, hidden + (size_t)l * width,
+                                 s->forward.x, width * sizeof *hidden, err);
+        }
     }
     rk_step_close(s, status == RK_OK);
     return status;
@@ -415,8 +432,8 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
                     (rk_draw){.forced = continuations[next][0]};
             }
         }
-        rk_forward_pick(&s->forward, s->step.rows, s->step.draws, m, true,
-                        s->step.picks);
+        status = rk_forward_pick(&s->forward, s->step.rows, s->step.draws, m,
+                                 true, s->step.picks, err);
         for (int32_t j = 0; j < m && status == RK_OK; j++) {
             status = rk_session_check_pick(&s->step.picks[j], branch,
                                            branch->n_tokens - 1, err);
@@ -448,8 +465,8 @@ static rk_status score_rows(rk_session *s, rk_branch *const *children,
                 (rk_draw){.forced = continuations[child][p + 1 - at]};
         }
     }
-    rk_forward_pick(&s->forward, step->rows, step->draws, m, true, step->picks);
-    rk_status status = RK_OK;
+    rk_status status = rk_forward_pick(&s->forward, step->rows, step->draws, m,
+                                       true, step->picks, err);
     for (int32_t j = 0; j < m && status == RK_OK; j++) {
         status = rk_session_check_pick(&step->picks[j], children[s->outputs[j]],
                                        at + step->source[j] - 1, err);

@@ -21,6 +21,7 @@ typedef struct rk_session rk_session;
 typedef bool (*rk_interrupted)(void *context);
 
 typedef struct rk_options {
+    rk_cuda *cuda; /* borrowed; NULL: the CPU, with the two that follow */
     rk_isa isa;
     int32_t n_threads;
     int64_t kv_bytes;

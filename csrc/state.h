@@ -3,6 +3,7 @@
 #define RKSC_STATE_H
 
 #include "forward.h"
+#include "place.h"
 #include "plan.h"
 #include "session.h"
 
@@ -51,6 +52,7 @@ struct rk_session {
     rk_model model;
     rk_options options;
     rk_device *device;
+    rk_placed *placed; /* owned: where model's weights are */
     rk_forward forward;
     rk_kv *kv;
     rk_plan *plan;

@@ -205,7 +205,7 @@ rk_status rk_step_signal(const rk_session *s, rk_error *err)
         s->options.interrupted(s->options.context)) {
         return rk_fail(err, RK_EINTERRUPTED, "interrupted");
     }
-    return RK_OK;
+    return s->device->ops->check(s->device, err);
 }
 
 rk_status rk_step_layers(rk_session *s, int32_t from, int32_t to, float *x,
@@ -293,6 +293,7 @@ rk_status rk_step_shrink(rk_session *s, const int32_t *keep, int32_t n,
             from[step->first_rows[i] + j] = step->rows[i] + j;
         }
     }
+    step->batch.roomy = true; /* the rows are in the forward's buffers */
     s->device->ops->begin(s->device, &step->batch);
     s->device->ops->gather(s->device, s->forward.x, s->forward.x, from,
                            step->batch.n_rows, s->model.config.width);
@@ -330,7 +331,8 @@ rk_status rk_step_run(rk_session *s, const rk_item *items, int32_t n_items,
             step->rows[i] = step->first_rows[output_items[i]] + item->end -
                             item->begin - 1 - (back != NULL ? back[i] : 0);
         }
-        rk_forward_pick(&s->forward, step->rows, draws, n_outputs, true, picks);
+        status = rk_forward_pick(&s->forward, step->rows, draws, n_outputs,
+                                 true, picks, err);
     }
     rk_step_close(s, status == RK_OK);
     return status;

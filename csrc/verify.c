@@ -55,20 +55,20 @@ static void last_rows(const pass *p)
     }
 }
 
-static void read_answers(const pass *p, bool norm)
+static rk_status read_answers(const pass *p, bool norm, rk_error *err)
 {
     const int32_t ids[2] = {p->v->yes, p->v->no};
     last_rows(p);
-    rk_forward_answer(&p->s->forward, p->s->step.rows, p->s->step.n_items, norm,
-                      ids, p->answers);
+    return rk_forward_answer(&p->s->forward, p->s->step.rows,
+                             p->s->step.n_items, norm, ids, p->answers, err);
 }
 
 /* The whole distribution at the open items' last rows into step.picks. */
-static void read_distribution(const pass *p, bool norm)
+static rk_status read_distribution(const pass *p, bool norm, rk_error *err)
 {
     last_rows(p);
-    rk_forward_pick(&p->s->forward, p->s->step.rows, p->s->step.draws,
-                    p->s->step.n_items, norm, p->s->step.picks);
+    return rk_forward_pick(&p->s->forward, p->s->step.rows, p->s->step.draws,
+                           p->s->step.n_items, norm, p->s->step.picks, err);
 }
 
 /* Score item i as it stands after `layers` layers. */
@@ -107,11 +107,10 @@ static rk_status lens(pass *p, int32_t layer, rk_error *err)
         scaled.theta *= log(2.0); /* the answer lens counts in ln 2 */
         scaled.epsilon *= log(2.0);
     }
-    read_answers(p, p->v->lens_norm);
-    if (full) {
-        read_distribution(p, p->v->lens_norm);
+    rk_status status = read_answers(p, p->v->lens_norm, err);
+    if (status == RK_OK && full) {
+        status = read_distribution(p, p->v->lens_norm, err);
     }
-    rk_status status = RK_OK;
     for (int32_t i = 0; i < step->n_items && status == RK_OK; i++) {
         double score =
             sigmoid((double)p->answers[2 * i] - (double)p->answers[2 * i + 1]);
@@ -152,8 +151,10 @@ static rk_status run_layers(pass *p, rk_error *err)
     }
     rk_status status = RK_OK;
     if (s->step.n_items > 0) {
-        read_answers(p, true);
-        read_distribution(p, true);
+        status = read_answers(p, true, err);
+    }
+    if (s->step.n_items > 0 && status == RK_OK) {
+        status = read_distribution(p, true, err);
     }
     for (int32_t i = 0; i < s->step.n_items && status == RK_OK; i++) {
         status = settle(p, i, n_layers, true, err);

@@ -69,18 +69,6 @@ def parse_dtype(value: Any) -> Literal["float32", "bfloat16"] | None:
     return known
 
 
-def parse_device(value: Any) -> str:
-    """ "cpu" (or torch.device("cpu")); anything else is a ValueError that says what is missing."""
-    name = str(value)
-    if name.startswith("cuda"):
-        raise ValueError(
-            f"device={name!r}: this build of rksc has no CUDA backend; device='cpu' is there"
-        )
-    if name != "cpu":
-        raise ValueError(f'device must be "cpu", got {value!r}')
-    return name
-
-
 class BranchSession(_core.Session):
     """One model, one budget of KV blocks, and a tree of branches over them.
 
@@ -134,7 +122,7 @@ class BranchSession(_core.Session):
             cls,
             weights,
             config,
-            device=parse_device(device),
+            device=str(device),
             dtype=parse_dtype(dtype),
             kv_bytes=parse_bytes(kv_bytes),
             block_tokens=block_tokens,

@@ -198,6 +198,7 @@ class Batch(c.Structure):
         ("chunks", c.POINTER(Chunk)),
         ("n_segments", c.c_int32),
         ("segments", c.POINTER(Segment)),
+        ("roomy", c.c_bool),
     ]
 
 
@@ -252,6 +253,8 @@ class Ops(c.Structure):
         ("upload", _op(None, _P, _P, _N)),
         ("download", _op(None, _P, _P, _N)),
         ("destroy", _op(None)),
+        ("check", _op(c.c_int, c.POINTER(Error))),
+        ("holds", _op(c.c_bool, _P)),
         ("kv_copy", _op(None, _I, _I)),
         ("kv_fill", _op(None, _I, c.c_uint8)),
         ("begin", _op(None, c.POINTER(Batch))),

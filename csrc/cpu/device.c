@@ -70,6 +70,20 @@ static void device_download(rk_device *base, void *host, const void *src,
     memcpy(host, src, bytes);
 }
 
+static rk_status device_check(rk_device *base, rk_error *err)
+{
+    (void)base;
+    (void)err;
+    return RK_OK; /* memory and threads do not break */
+}
+
+static bool device_holds(rk_device *base, const void *memory)
+{
+    (void)base;
+    (void)memory;
+    return true;
+}
+
 static char *block_address(const cpu_device *dev, int32_t block)
 {
     return dev->kv + block * dev->block_bytes;
@@ -121,6 +135,8 @@ static const rk_ops cpu_ops = {
     .upload = device_upload,
     .download = device_download,
     .destroy = device_destroy,
+    .check = device_check,
+    .holds = device_holds,
     .kv_copy = device_kv_copy,
     .kv_fill = device_kv_fill,
     .begin = cpu_begin,

@@ -68,6 +68,7 @@ typedef struct session_object {
     rk_lock lock;
     /* guarded by lock */
     rk_session *engine; /* NULL: closed by the garbage collector */
+    rk_cuda *cuda;      /* NULL: the CPU, or closed */
     rk_weights *weights;
     rk_visitor *visitor; /* NULL: nobody is in a long visit */
     rk_generating *generating;

@@ -60,16 +60,70 @@ static int read_dtype(PyObject *object)
     return -2;
 }
 
-static int check_device(PyObject *device)
+/* "cpu": -1; "cuda" and "cuda:N": the GPU's number. */
+static int read_device(PyObject *device, int *ordinal)
 {
-    if (PyUnicode_Check(device) &&
-        PyUnicode_CompareWithASCIIString(device, "cpu") == 0) {
+    const char *text = NULL;
+    char *end;
+    long n = 0;
+
+    *ordinal = -1;
+    if (device == NULL) {
         return 0;
     }
+    if (PyUnicode_Check(device)) {
+        text = PyUnicode_AsUTF8(device);
+        if (text == NULL) {
+            return -1;
+        }
+        if (strcmp(text, "cpu") == 0) {
+            return 0;
+        }
+        if (strcmp(text, "cuda") == 0) {
+            *ordinal = 0;
+            return 0;
+        }
+        if (strncmp(text, "cuda:", 5) == 0 && text[5] >= '0' &&
+            text[5] <= '9') {
+            n = strtol(text + 5, &end, 10);
+            if (*end == '\0' && n <= INT16_MAX) {
+                *ordinal = (int)n;
+                return 0;
+            }
+        }
+    }
     PyErr_Format(PyExc_ValueError,
-                 "device %R: this build of rksc computes on \"cpu\" only",
-                 device);
+                 "device %R is not \"cpu\", \"cuda\" or \"cuda:N\"", device);
     return -1;
+}
+
+/* The shared object of the CUDA backend, found by rksc.cuda. */
+static int open_gpu(session_object *self, int ordinal)
+{
+    PyObject *module = PyImport_ImportModule("rksc.cuda"), *path = NULL;
+    const char *text = NULL;
+    rk_error err = {0};
+    rk_status status;
+
+    if (module != NULL) {
+        path = PyObject_CallMethod(module, "library", NULL);
+        Py_DECREF(module);
+    }
+    if (path != NULL) {
+        text = PyUnicode_AsUTF8(path);
+    }
+    if (text == NULL) {
+        Py_XDECREF(path);
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS status =
+        rk_cuda_open(&self->cuda, text, ordinal, &err);
+    Py_END_ALLOW_THREADS Py_DECREF(path);
+    if (status != RK_OK) {
+        rk_raise(self->state, &err);
+        return -1;
+    }
+    return 0;
 }
 
 /* Python's identity of the thread in which signal handlers run. */
@@ -146,8 +200,7 @@ static int read_options(const arguments *a, rk_options *o)
                       .n_threads = rk_cpu_default_threads(),
                       .share = a->share != 0,
                       .poison = a->poison != 0};
-    if ((a->device != NULL && check_device(a->device) < 0) ||
-        read_isa(a->isa, &o->isa) < 0 ||
+    if (read_isa(a->isa, &o->isa) < 0 ||
         (a->kv_bytes != NULL && read_kv_bytes(a->kv_bytes, &o->kv_bytes) < 0) ||
         (a->block_tokens != NULL &&
          rk_int_read(&o->block_tokens, a->block_tokens, "block_tokens", 1,
@@ -173,6 +226,7 @@ static int create_engine(session_object *self, rk_options *options)
 
     options->interrupted = rk_session_interrupted;
     options->context = self;
+    options->cuda = self->cuda;
     Py_BEGIN_ALLOW_THREADS status =
         rk_session_create(&self->engine, model, options, &err);
     Py_END_ALLOW_THREADS if (status != RK_OK)
@@ -205,10 +259,10 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     rk_options options;
     session_object *self;
     arguments a;
-    int compute;
+    int compute, ordinal;
 
     if (state == NULL || parse(&a, args, kwargs) < 0 ||
-        read_options(&a, &options) < 0) {
+        read_device(a.device, &ordinal) < 0 || read_options(&a, &options) < 0) {
         return NULL;
     }
     compute = read_dtype(a.dtype);
@@ -227,6 +281,7 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     Py_INCREF(a.config);
     self->config = a.config;
     if (make_locks(self) < 0 || find_main_thread(&self->main_thread) < 0 ||
+        (ordinal >= 0 && open_gpu(self, ordinal) < 0) ||
         rk_weights_bind(&self->weights, a.weights, a.config, compute,
                         rk_cpu_takes, options.n_threads,
                         state->tensor_type) < 0) {
@@ -260,13 +315,18 @@ static int session_clear(session_object *self)
 {
     rk_session *engine = self->engine;
     rk_weights *weights = self->weights;
+    rk_cuda *cuda = self->cuda;
 
     self->engine = NULL;
     self->weights = NULL;
+    self->cuda = NULL;
     if (self->process == getpid()) {
         rk_session_free(engine);
     }
     rk_weights_free(weights);
+    if (cuda != NULL && self->process == getpid()) {
+        cuda->calls->close(cuda);
+    }
     Py_CLEAR(self->config);
     return 0;
 }
@@ -481,10 +541,11 @@ static PyObject *get_config(session_object *self, void *Py_UNUSED(closure))
     return config;
 }
 
-static PyObject *get_device(session_object *Py_UNUSED(self),
-                            void *Py_UNUSED(closure))
+static PyObject *get_device(session_object *self, void *Py_UNUSED(closure))
 {
-    return PyUnicode_FromString("cpu");
+    return self->cuda == NULL
+               ? PyUnicode_FromString("cpu")
+               : PyUnicode_FromFormat("cuda:%d", self->cuda->ordinal);
 }
 
 static PyObject *get_dtype(session_object *self, void *Py_UNUSED(closure))

@@ -1,0 +1,534 @@
+/* Birth and death of a CUDA device: the GPU, its stream, memory, the table.
+ *
+ * All scratch memory is sized here from the extent. Every entry makes the GPU
+ * current and gives the caller's back. Nobody but `download` and `upload`
+ * waits for the device; a failure is remembered, and from then on what comes
+ * back is NaN until `check` tells the reason.
+ */
+#include "cuda.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define WORKSPACE ((size_t)32 << 20) /* what cuBLAS wants on Hopper */
+
+/* ---- errors -----------------------------------------------------------------
+ */
+
+rk_status cuda_error(cudaError_t code, const char *call, rk_error *err)
+{
+    switch (code) {
+    case cudaSuccess:
+        return RK_OK;
+    case cudaErrorMemoryAllocation:
+        return rk_fail(err, RK_ENOMEM, "%s: the GPU is out of memory", call);
+    case cudaErrorNoKernelImageForDevice:
+        return rk_fail(err, RK_ESTATE,
+                       "%s: this build of rksc has no code for this GPU; build "
+                       "it with its compute capability in RKSC_CUDA_ARCHS",
+                       call);
+    default:
+        return rk_fail(err, RK_ESTATE, "%s: %s (%s)", call,
+                       cudaGetErrorString(code), cudaGetErrorName(code));
+    }
+}
+
+void cuda_note(cuda_device *dev, cudaError_t code, const char *call)
+{
+    if (code != cudaSuccess && dev->error.status == RK_OK) {
+        cuda_error(code, call, &dev->error);
+    }
+}
+
+/* ---- the GPU
+ * ----------------------------------------------------------------- */
+
+int cuda_enter(const cuda_context *context)
+{
+    int before = context->base.ordinal;
+    cudaGetDevice(&before);
+    if (before != context->base.ordinal) {
+        cudaSetDevice(context->base.ordinal);
+    }
+    return before;
+}
+
+void cuda_leave(int before)
+{
+    int now = before;
+    cudaGetDevice(&now);
+    if (now != before) {
+        cudaSetDevice(before);
+    }
+}
+
+static rk_status count_gpus(int ordinal, rk_error *err)
+{
+    int n = 0;
+    cudaError_t code = cudaGetDeviceCount(&n);
+    if (code == cudaErrorInsufficientDriver) {
+        return rk_fail(
+            err, RK_ESTATE,
+            "device \"cuda\": no NVIDIA driver, or one that is older "
+            "than CUDA 13 (nvidia-smi shows it): install a driver "
+            "of version 580 or newer");
+    }
+    if (code == cudaErrorNoDevice || (code == cudaSuccess && n == 0)) {
+        return rk_fail(err, RK_ESTATE,
+                       "device \"cuda\": the driver finds no GPU (is "
+                       "CUDA_VISIBLE_DEVICES set?)");
+    }
+    if (code != cudaSuccess) {
+        return cuda_error(code, "cudaGetDeviceCount", err);
+    }
+    if (ordinal < 0 || ordinal >= n) {
+        return rk_fail(err, RK_EVALUE, "device \"cuda:%d\": there are %d GPUs",
+                       ordinal, n);
+    }
+    return RK_OK;
+}
+
+static rk_status look_at_gpu(cuda_context *c, rk_error *err)
+{
+    const struct {
+        enum cudaDeviceAttr what;
+        int *value;
+    } wanted[] = {
+        {cudaDevAttrComputeCapabilityMajor, &c->major},
+        {cudaDevAttrComputeCapabilityMinor, &c->minor},
+        {cudaDevAttrMultiProcessorCount, &c->n_processors},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        cudaError_t code = cudaDeviceGetAttribute(
+            wanted[i].value, wanted[i].what, c->base.ordinal);
+        if (code != cudaSuccess) {
+            return cuda_error(code, "cudaDeviceGetAttribute", err);
+        }
+    }
+    if (c->major < 8) {
+        return rk_fail(
+            err, RK_ESTATE,
+            "device \"cuda:%d\": compute capability %d.%d; rksc needs "
+            "8.0 or newer (bfloat16, asynchronous copies)",
+            c->base.ordinal, c->major, c->minor);
+    }
+    return RK_OK;
+}
+
+static void context_close(rk_cuda *base)
+{
+    cuda_context *c = (cuda_context *)base;
+    if (c == NULL) {
+        return;
+    }
+    int before = cuda_enter(c);
+    if (c->stream != NULL) {
+        cudaStreamDestroy(c->stream);
+    }
+    cuda_pool_release(c->pool);
+    cuda_leave(before);
+    free(c);
+}
+
+extern const rk_cuda_calls rk_cuda_library;
+
+static rk_status context_open(rk_cuda **out, int ordinal, rk_error *err)
+{
+    *out = NULL;
+    rk_status status = count_gpus(ordinal, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    cuda_context *c = calloc(1, sizeof *c);
+    if (c == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a device");
+    }
+    c->base = (rk_cuda){&rk_cuda_library, ordinal};
+    status = look_at_gpu(c, err);
+    if (status == RK_OK) {
+        int before = cuda_enter(c);
+        status = cuda_error(
+            cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking),
+            "cudaStreamCreateWithFlags", err);
+        if (status == RK_OK) {
+            status = cuda_error(rk_cuda_attention_prepare(),
+                                "cudaFuncSetAttribute", err);
+        }
+        cuda_leave(before);
+    }
+    c->pool = cuda_pool_create(ordinal);
+    if (status == RK_OK && c->pool == NULL) {
+        status = rk_fail(err, RK_ENOMEM, "no memory for a device");
+    }
+    if (status != RK_OK) {
+        context_close(&c->base);
+        return status;
+    }
+    *out = &c->base;
+    return RK_OK;
+}
+
+static uintptr_t context_stream(const rk_cuda *base)
+{
+    return (uintptr_t)((const cuda_context *)base)->stream;
+}
+
+static rk_status context_fetch(rk_cuda *base, void *host, const void *src,
+                               size_t bytes, rk_error *err)
+{
+    const cuda_context *c = (const cuda_context *)base;
+    int before = cuda_enter(c);
+    rk_status status = cuda_error(
+        cudaMemcpyAsync(host, src, bytes, cudaMemcpyDeviceToHost, c->stream),
+        "cudaMemcpyAsync", err);
+    if (status == RK_OK) {
+        status = cuda_error(cudaStreamSynchronize(c->stream),
+                            "cudaStreamSynchronize", err);
+    }
+    cuda_leave(before);
+    return status;
+}
+
+/* ---- memory
+ * ------------------------------------------------------------------- */
+
+static void *device_alloc(rk_device *base, size_t bytes)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    void *memory = NULL;
+    cudaError_t code = cuda_pool_take(dev->context->pool, &memory, bytes);
+    if (code != cudaErrorMemoryAllocation) {
+        cuda_note(dev, code, "cudaMalloc");
+    }
+    cuda_leave(before);
+    return memory;
+}
+
+static void device_free(rk_device *base, void *memory)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    if (memory != NULL) {
+        cuda_play(dev); /* what was recorded may use it */
+        cuda_pool_give(dev->context->pool, memory);
+    }
+    cuda_leave(before);
+}
+
+static void wait(cuda_device *dev)
+{
+    CUDA_TRY(dev, cudaStreamSynchronize, dev->context->stream);
+}
+
+static void device_upload(rk_device *base, void *dst, const void *host,
+                          size_t bytes)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    cuda_play(dev);
+    CUDA_TRY(dev, cudaMemcpyAsync, dst, host, bytes, cudaMemcpyHostToDevice,
+             dev->context->stream);
+    wait(dev); /* `host` is the caller's again */
+    cuda_leave(before);
+}
+
+static void device_download(rk_device *base, void *host, const void *src,
+                            size_t bytes)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    bool small = bytes <= CUDA_BOUNCE;
+    cuda_play(dev);
+    CUDA_TRY(dev, cudaMemcpyAsync, small ? dev->bounce : host, src, bytes,
+             cudaMemcpyDeviceToHost, dev->context->stream);
+    wait(dev);
+    if (dev->error.status != RK_OK) {
+        memset(host, 0xff, bytes);
+    } else if (small) {
+        memcpy(host, dev->bounce, bytes);
+    }
+    cuda_leave(before);
+}
+
+static rk_status device_check(rk_device *base, rk_error *err)
+{
+    const cuda_device *dev = cuda_of(base);
+    return dev->error.status == RK_OK
+               ? RK_OK
+               : rk_fail(err, dev->error.status, "%s", dev->error.text);
+}
+
+static bool device_holds(rk_device *base, const void *memory)
+{
+    const cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    struct cudaPointerAttributes found;
+    bool holds = cudaPointerGetAttributes(&found, memory) == cudaSuccess &&
+                 (found.type == cudaMemoryTypeDevice ||
+                  found.type == cudaMemoryTypeManaged) &&
+                 found.device == dev->context->base.ordinal;
+    cudaGetLastError();
+    cuda_leave(before);
+    return holds;
+}
+
+static unsigned char *block_address(const cuda_device *dev, int32_t block)
+{
+    return dev->kv + block * dev->block_bytes;
+}
+
+static void device_kv_copy(rk_device *base, int32_t dst_block,
+                           int32_t src_block)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    cuda_play(dev);
+    CUDA_TRY(dev, cudaMemcpyAsync, block_address(dev, dst_block),
+             block_address(dev, src_block), (size_t)dev->block_bytes,
+             cudaMemcpyDeviceToDevice, dev->context->stream);
+    cuda_leave(before);
+}
+
+static void device_kv_fill(rk_device *base, int32_t block, uint8_t byte)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    cuda_play(dev);
+    CUDA_TRY(dev, cudaMemsetAsync, block_address(dev, block), byte,
+             (size_t)dev->block_bytes, dev->context->stream);
+    cuda_leave(before);
+}
+
+/* ---- life
+ * ----------------------------------------------------------------------- */
+
+static void device_destroy(rk_device *base)
+{
+    cuda_device *dev = cuda_of(base);
+    if (dev == NULL) {
+        return;
+    }
+    int before = cuda_enter(dev->context);
+    cudaStreamSynchronize(dev->context->stream);
+    cuda_step_free(dev);
+    rk_worker_free(dev->worker);
+    if (dev->cublas != NULL) {
+        cublasDestroy(dev->cublas);
+    }
+    void *pieces[] = {dev->kv,   dev->inv_freq, dev->cosine,   dev->sine,
+                      dev->qkv,  dev->gate_up,  dev->partials, dev->sums,
+                      dev->pick, dev->workspace};
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
+        cuda_pool_give(dev->context->pool, pieces[i]);
+    }
+    cudaFreeHost(dev->bounce);
+    cuda_leave(before);
+    free(dev);
+}
+
+static const rk_ops cuda_ops = {
+    .alloc = device_alloc,
+    .free = device_free,
+    .upload = device_upload,
+    .download = device_download,
+    .destroy = device_destroy,
+    .check = device_check,
+    .holds = device_holds,
+    .kv_copy = device_kv_copy,
+    .kv_fill = device_kv_fill,
+    .begin = cuda_begin,
+    .embed = cuda_embed,
+    .norm = cuda_norm,
+    .qkv = cuda_qkv,
+    .attention = cuda_attention,
+    .linear = cuda_linear,
+    .swiglu = cuda_swiglu,
+    .gather = cuda_gather,
+    .pick = cuda_pick,
+    .answer = cuda_answer,
+    .mean = cuda_mean,
+    .cosine = cuda_cosine,
+};
+
+static rk_status check_sizes(const rk_config *c, const rk_extent *e,
+                             rk_error *err)
+{
+    if (e->compute != RK_F32 && e->compute != RK_BF16) {
+        return rk_fail(err, RK_EVALUE, "the GPU computes in F32 or BF16");
+    }
+    if (e->block_tokens < 1 || e->block_tokens > RK_TILE ||
+        (e->block_tokens & (e->block_tokens - 1)) != 0) {
+        return rk_fail(err, RK_EVALUE,
+                       "block_tokens: %d is not a power of two in 1 .. %d",
+                       (int)e->block_tokens, RK_TILE);
+    }
+    if (e->n_blocks < 1 || e->n_blocks > INT32_MAX || e->max_rows < 1 ||
+        e->max_outputs < 1) {
+        return rk_fail(err, RK_EVALUE,
+                       "n_blocks, max_rows and max_outputs must be positive");
+    }
+    if (c->n_layers < 1 || c->width < 1 || c->ffn_width < 1 ||
+        c->n_kv_heads < 1 || c->n_heads < c->n_kv_heads ||
+        c->n_heads % c->n_kv_heads != 0 || c->head_dim < 2 ||
+        c->head_dim % 2 != 0 || c->vocab_size < 1 || c->inv_freq == NULL) {
+        return rk_fail(err, RK_EVALUE, "config: a size is not usable");
+    }
+    return RK_OK;
+}
+
+/* The blocks of the pool: the one large piece. */
+static rk_status make_kv(cuda_device *dev, rk_error *err)
+{
+    size_t bytes = 0;
+    if (!__builtin_mul_overflow((size_t)dev->block_bytes,
+                                (size_t)dev->extent.n_blocks, &bytes) &&
+        cuda_pool_take(dev->context->pool, (void **)&dev->kv, bytes) ==
+            cudaSuccess) {
+        return RK_OK;
+    }
+    size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    return rk_fail(err, RK_ENOMEM,
+                   "kv_bytes: %lld blocks of %lld bytes do not fit; %zu of the "
+                   "GPU's %zu bytes are free",
+                   (long long)dev->extent.n_blocks, (long long)dev->block_bytes,
+                   free, total);
+}
+
+static int32_t max_partials(const cuda_device *dev)
+{
+    return 1024 + 4 * dev->extent.max_rows;
+}
+
+static rk_status make_scratch(cuda_device *dev, rk_error *err)
+{
+    const rk_config *c = &dev->config;
+    size_t half = (size_t)c->head_dim / 2;
+    size_t rows = (size_t)rk_rows_room(dev->extent.max_rows);
+    size_t heads = (size_t)c->n_heads, dim = (size_t)c->head_dim;
+    size_t all_heads = heads + 2 * (size_t)c->n_kv_heads;
+    size_t partials = (size_t)max_partials(dev);
+    int32_t outputs = rk_rows_room(dev->extent.max_outputs);
+    const struct {
+        void *address;
+        size_t bytes;
+    } pieces[] = {
+        {&dev->inv_freq, half * sizeof(double)},
+        {&dev->cosine, rows * half * sizeof(float)},
+        {&dev->sine, rows * half * sizeof(float)},
+        {&dev->qkv, rows * all_heads * dim * sizeof(float)},
+        {&dev->gate_up, rows * 2 * (size_t)c->ffn_width * sizeof(float)},
+        {&dev->partials, partials * heads * dim * sizeof(float)},
+        {&dev->sums, partials * heads * 2 * sizeof(float)},
+        {&dev->pick, rk_cuda_pick_scratch(outputs, c->vocab_size)},
+        {&dev->workspace, WORKSPACE},
+    };
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
+        cudaError_t code = cuda_pool_take(dev->context->pool, pieces[i].address,
+                                          pieces[i].bytes);
+        if (code == cudaErrorMemoryAllocation) {
+            return rk_fail(err, RK_ENOMEM,
+                           "the GPU has no memory for a step of %d rows: "
+                           "cudaMalloc of %zu bytes",
+                           (int)dev->extent.max_rows, pieces[i].bytes);
+        }
+        if (code != cudaSuccess) {
+            return cuda_error(code, "cudaMalloc", err);
+        }
+    }
+    rk_status status =
+        cuda_error(cudaMallocHost((void **)&dev->bounce, CUDA_BOUNCE),
+                   "cudaMallocHost", err);
+    if (status == RK_OK) {
+        device_upload(&dev->base, dev->inv_freq, c->inv_freq,
+                      half * sizeof(double));
+        dev->config.inv_freq = dev->inv_freq;
+        status = device_check(&dev->base, err);
+    }
+    return status;
+}
+
+/* Sums in float32; float32 inputs are not rounded to TF32. */
+static rk_status make_cublas(cuda_device *dev, rk_error *err)
+{
+    cublasStatus_t code = cublasCreate(&dev->cublas);
+    const char *call = "cublasCreate";
+    if (code == CUBLAS_STATUS_SUCCESS) {
+        call = "cublasSetStream";
+        code = cublasSetStream(dev->cublas, dev->context->stream);
+    }
+    if (code == CUBLAS_STATUS_SUCCESS) {
+        call = "cublasSetWorkspace";
+        code = cublasSetWorkspace(dev->cublas, dev->workspace, WORKSPACE);
+    }
+    if (code == CUBLAS_STATUS_SUCCESS) {
+        call = "cublasSetMathMode";
+        code = cublasSetMathMode(
+            dev->cublas, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
+    }
+    return code == CUBLAS_STATUS_SUCCESS
+               ? RK_OK
+               : rk_fail(err, RK_ESTATE, "%s: %s", call,
+                         cublasGetStatusString(code));
+}
+
+static rk_status make_worker(cuda_device *dev, rk_error *err)
+{
+    const rk_config *c = &dev->config;
+    rk_work_rule rule = {
+        .block_tokens = dev->extent.block_tokens,
+        .n_heads = c->n_heads,
+        .n_kv_heads = c->n_kv_heads,
+        .narrow_pairs = rk_cuda_attend_pairs(dev->act, c->head_dim, false),
+        .wide_pairs = rk_cuda_attend_pairs(dev->act, c->head_dim, true),
+        .wanted_units = dev->context->n_processors * 4 / c->n_kv_heads + 1,
+        .max_partials = max_partials(dev),
+    };
+    return rk_worker_create(&dev->worker, &rule, err);
+}
+
+static rk_status device_create(rk_device **out, rk_cuda *cuda,
+                               const rk_config *config, const rk_extent *extent,
+                               rk_error *err)
+{
+    *out = NULL;
+    rk_status status = check_sizes(config, extent, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    cuda_device *dev = calloc(1, sizeof *dev);
+    if (dev == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a device");
+    }
+    dev->base.ops = &cuda_ops;
+    dev->context = (cuda_context *)cuda;
+    dev->config = *config;
+    dev->extent = *extent;
+    dev->act = extent->compute;
+    dev->act_bytes = dev->act == RK_F32 ? 4 : 2;
+    dev->block_shift = __builtin_ctz((unsigned)extent->block_tokens);
+    dev->block_bytes =
+        (int64_t)rk_block_bytes(config, extent->compute, extent->block_tokens);
+    dev->layer_bytes = dev->block_bytes / config->n_layers;
+    int before = cuda_enter(dev->context);
+    if ((status = make_scratch(dev, err)) || (status = make_kv(dev, err)) ||
+        (status = make_cublas(dev, err)) || (status = make_worker(dev, err)) ||
+        (status = cuda_step_create(dev, err))) {
+        device_destroy(&dev->base);
+    } else {
+        *out = &dev->base;
+    }
+    cuda_leave(before);
+    return status;
+}
+
+__attribute__((visibility("default"))) const rk_cuda_calls rk_cuda_library = {
+    .ops_bytes = sizeof(rk_ops),
+    .open = context_open,
+    .close = context_close,
+    .stream = context_stream,
+    .fetch = context_fetch,
+    .create = device_create,
+};

@@ -1,0 +1,44 @@
+"""Where the CUDA backend is: a shared object of its own, opened on first use."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+
+LIBRARIES = ("libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13")
+"""What the shared object needs, each after what it needs itself."""
+
+
+def library() -> str:
+    """Path of the shared object, with NVIDIA's libraries opened; RuntimeError says what to do.
+
+    `RKSC_CUDA_LIBRARY` names another one (the tests' host runtime, for example).
+    """
+    given = os.environ.get("RKSC_CUDA_LIBRARY")
+    if given:
+        return given
+    found = sorted(Path(__file__).parent.glob("_cuda*.so"))
+    if not found:
+        raise RuntimeError(
+            'device "cuda": this installation of rksc was built without CUDA; build it where nvcc '
+            'is found (RKSC_CUDA=on pip install "rksc[cuda]" says what is missing)'
+        )
+    for name in LIBRARIES:
+        _preload(name)
+    return str(found[0])
+
+
+def _preload(name: str) -> None:
+    """Open a library of NVIDIA's wheels, so that the loader need not search for it."""
+    for package in ("nvidia.cu13", "nvidia"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            path = Path(folder) / "lib" / name
+            if path.is_file():
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+                return

@@ -1,0 +1,77 @@
+"""Build the CUDA backend for the host runtime: `python tests/cuda_host/build.py` prints its path.
+
+The same .c and .cu files as for a GPU, compiled by the ordinary compilers, and the runtime of this
+folder in place of NVIDIA's. RKSC_NATIVE_FLAGS adds flags, CC and CXX choose compilers; objects lie
+in build/native under the hash of all that goes into them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "native"
+
+COMMON = ["-O2", "-g", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
+COMMON += ["-Wall", "-Wextra", "-Werror"]
+C = ["-std=c11", "-D_GNU_SOURCE", *COMMON]
+CXX = ["-std=c++17", "-Wno-unknown-pragmas", *COMMON]
+
+
+def sources(root: Path = ROOT) -> list[Path]:
+    """What makes the library, from the tree at `root`."""
+    found = [root / "csrc" / "error.c", *sorted((root / "csrc" / "cuda").glob("*.c*"))]
+    return [p for p in found if p.suffix in (".c", ".cu")] + sorted(HERE.glob("*.cpp"))
+
+
+def _compile(source: Path, root: Path, headers: bytes) -> Path:
+    plain = source.suffix == ".c"
+    compiler = shlex.split(os.environ.get(*(("CC", "cc") if plain else ("CXX", "c++"))))
+    flags = [*(C if plain else CXX), *shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))]
+    folders = [HERE / "include", HERE, root / "csrc", root / "csrc" / "cuda"]
+    command = [*compiler, *flags, *(f"-I{folder}" for folder in folders)]
+    key = hashlib.sha256(headers + source.read_bytes() + shlex.join(command).encode())
+    target = BUILD / f"cuda-host-{source.stem}-{key.hexdigest()[:16]}.o"
+    if not target.exists():
+        part = target.with_suffix(f".{os.getpid()}.part")
+        language = [] if plain else ["-x", "c++"]
+        _run([*command, *language, "-c", str(source), "-o", str(part)])
+        part.replace(target)
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr}")
+
+
+@cache
+def build(root: Path = ROOT) -> Path:
+    """Path of the shared object made from `root`/csrc; RuntimeError with the compiler's text."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    texts = [*(root / "csrc").rglob("*.h"), *(root / "csrc").rglob("*.cuh"), *HERE.rglob("*.h")]
+    headers = b"".join(p.read_bytes() for p in sorted(texts))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda p: _compile(p, root, headers), sources(root)))
+    key = hashlib.sha256("\0".join(map(str, objects)).encode()).hexdigest()[:16]
+    library = BUILD / f"rksc_cuda_host-{key}.so"
+    if not library.exists():
+        part = library.with_suffix(f".{os.getpid()}.part")
+        extra = shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        _run([*compiler, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(part)])
+        part.replace(library)
+    return library
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{build()}\n")
