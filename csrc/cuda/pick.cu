@@ -171,7 +171,6 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / RK_WARP;
 constexpr int RANGES = 512; /* a row is cut into, of whole numbers of ids */
 constexpr int CANDIDATES = 4096; /* that fit into shared memory */
-constexpr int BOUNDS = 4;
 
 /* What the threads of a block share about a row. */
 struct workspace {
@@ -332,13 +331,11 @@ __device__ int find(sampler &s, const view &v, amount target, What what)
 __device__ view narrow(sampler &s, const view &all, const rk_draw &draw,
                        amount sum)
 {
-    const float bounds[BOUNDS] = {1e-1f, 1e-3f, 1e-5f, 1e-7f};
     const bool by_count = draw.top_k > 0 && draw.top_k < all.n;
     const double wanted = by_count
                               ? (double)draw.top_k
                               : (double)draw.top_p * (double)sum * (1.0 + 1e-5);
-    for (int i = 0; i < BOUNDS; i++) {
-        const float bound = bounds[i];
+    for (float bound = 1e-1f; bound > 1e-8f; bound *= 1e-2f) {
         const amount found = total(s, all, [&](float x, int) {
             const float w = weight(s, x);
             return w < bound ? 0 : by_count ? 1 : whole(w);
@@ -453,7 +450,7 @@ __device__ int sample(sampler &s, const view &all, const rk_draw &draw)
     return v.ids != nullptr ? v.ids[place] : place;
 }
 
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     choose(rk_pick *out, const float *logits, const rk_draw *draws,
            const slice *slices, int n_slices, int vocab)
 {
