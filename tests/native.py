@@ -47,8 +47,14 @@ def _sources(parts: tuple[str, ...]) -> list[Path]:
     found = {SOURCE / "error.c"}
     for part in parts or (".",):
         path = (SOURCE / part).resolve()
-        found.update(path.rglob("*.c") if path.is_dir() else [path])
-    return sorted(p for p in found if not {"py", "cuda"} & set(p.relative_to(SOURCE).parts))
+        found.update(_plain(path) if path.is_dir() else [path])
+    return sorted(found)
+
+
+def _plain(folder: Path) -> list[Path]:
+    """The .c files below it that need neither Python nor CUDA."""
+    parts = {"py", "cuda"}
+    return [p for p in folder.rglob("*.c") if not parts & set(p.relative_to(SOURCE).parts)]
 
 
 def _flags(source: Path) -> list[str]:

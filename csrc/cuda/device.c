@@ -483,8 +483,9 @@ static rk_status make_worker(cuda_device *dev, rk_error *err)
         .n_kv_heads = c->n_kv_heads,
         .narrow_pairs = rk_cuda_attend_pairs(dev->act, c->head_dim, false),
         .wide_pairs = rk_cuda_attend_pairs(dev->act, c->head_dim, true),
-        .wanted_units = dev->context->n_processors * 4 / c->n_kv_heads + 1,
+        .wanted_units = 4 * dev->context->n_processors,
         .max_partials = max_partials(dev),
+        .share_keys = RK_WORK_SHARE_KEYS,
     };
     return rk_worker_create(&dev->worker, &rule, err);
 }
