@@ -1,4 +1,4 @@
-/* Attention on tensor cores, for bf16 and f16.
+/* Attention on tensor cores, for bf16.
  *
  * Four warps take a unit (work.h) for one KV head. All its pairs, the queries
  * of one group of heads in several rows, form the rows of one matrix, so K and
@@ -25,6 +25,8 @@ namespace {
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * RK_WARP;
 constexpr int STAGES = 2;
+typedef rk_bf16 element;
+
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr float LN_2 = 0.69314718055994531f;
 
@@ -71,8 +73,7 @@ template <class S> __device__ __forceinline__ int chunk_at(int row, int chunk)
     return (row * S::CHUNKS + (chunk ^ (row % 8))) * 8;
 }
 
-/* ---- copies ---------------------------------------------------------------
- */
+/* ---- copies -------------------------------------------------------------- */
 
 /* Chunks of a row that the products read; those beyond head_dim are zero. */
 __device__ __forceinline__ int used_chunks(int head_dim)
@@ -80,29 +81,30 @@ __device__ __forceinline__ int used_chunks(int head_dim)
     return (head_dim + 15) / 16 * 2;
 }
 
-template <class T, class S>
+template <class S>
 __device__ __forceinline__ void copy_queries(const rk_cuda_attention &a,
-                                             const rk_task &t, T *to)
+                                             const rk_task &t, element *to)
 {
-    const T *q = static_cast<const T *>(a.q);
+    const element *q = static_cast<const element *>(a.q);
     const int n_pairs = t.unit.pair_end - t.unit.pair_begin;
     const int chunk = threadIdx.x % S::CHUNKS;
     for (int pair = threadIdx.x / S::CHUNKS; pair < S::PAIRS;
          pair += THREADS / S::CHUNKS) {
         const bool valid = pair < n_pairs && chunk * 8 < a.kv.head_dim;
         if (chunk < used_chunks(a.kv.head_dim)) {
-            const T *from = valid ? q + rk_pair_at(a, t, pair) + chunk * 8 : q;
+            const element *from =
+                valid ? q + rk_pair_at(a, t, pair) + chunk * 8 : q;
             rk_copy16(to + chunk_at<S>(pair, chunk), from, valid);
         }
     }
 }
 
 /* K and V of the keys [key, key + TILE); zeros from key_end on. */
-template <class T, class S>
-__device__ __forceinline__ void copy_tile(const rk_cuda_attention &a,
-                                          const rk_task &t, int key, T *stage)
+template <class S>
+__device__ __forceinline__ void
+copy_tile(const rk_cuda_attention &a, const rk_task &t, int key, element *stage)
 {
-    const int row_bytes = a.kv.head_dim * (int)sizeof(T);
+    const int row_bytes = a.kv.head_dim * (int)sizeof(element);
     const int64_t to_value = rk_value_offset(a, row_bytes);
     const int chunk = threadIdx.x % S::CHUNKS;
     if (chunk >= used_chunks(a.kv.head_dim)) {
@@ -116,14 +118,13 @@ __device__ __forceinline__ void copy_tile(const rk_cuda_attention &a,
         if (valid) {
             from += rk_key_at(a, t, key + row, row_bytes) + chunk * 16;
         }
-        T *to = stage + chunk_at<S>(row, chunk);
+        element *to = stage + chunk_at<S>(row, chunk);
         rk_copy16(to, from, valid);
         rk_copy16(to + S::MATRIX, from + to_value, valid);
     }
 }
 
-/* ---- one step: STEP keys for the pairs of a warp --------------------------
- */
+/* ---- one step: STEP keys for the pairs of a warp ------------------------- */
 
 /* Of a warp's pairs: this thread has pairs lane / 4 + 8 i, i < 2 N. */
 template <int N, int DIM> struct state {
@@ -131,10 +132,10 @@ template <int N, int DIM> struct state {
     float max[2 * N], sum[2 * N]; /* sums are of this thread's keys */
 };
 
-template <class T, class S, int N>
+template <class S, int N>
 __device__ __forceinline__ void scores(float s[N][S::STEP / 8][4],
-                                       const T *queries, const T *keys,
-                                       int head_dim)
+                                       const element *queries,
+                                       const element *keys, int head_dim)
 {
     const int lane = threadIdx.x % RK_WARP;
     const int matrix = lane / 8, row = lane % 8;
@@ -161,8 +162,8 @@ __device__ __forceinline__ void scores(float s[N][S::STEP / 8][4],
                                                   k + matrix % 2));
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    rk_mma(s[i][2 * j], q[i], b, T());
-                    rk_mma(s[i][2 * j + 1], q[i], b + 2, T());
+                    rk_mma(s[i][2 * j], q[i], b, element());
+                    rk_mma(s[i][2 * j + 1], q[i], b + 2, element());
                 }
             }
         }
@@ -244,10 +245,10 @@ __device__ __forceinline__ void soften(float s[N][S::STEP / 8][4],
 
 /* out += weights values. The weights' fragments as results of mma are, in
  * 16-bit pairs, those that mma wants as its first operand. */
-template <class T, class S, int N, int DIM>
+template <class S, int N, int DIM>
 __device__ __forceinline__ void add_values(state<N, DIM> &w,
                                            float s[N][S::STEP / 8][4],
-                                           const T *values, int head_dim)
+                                           const element *values, int head_dim)
 {
     const int lane = threadIdx.x % RK_WARP;
     const int matrix = lane / 8, row = lane % 8;
@@ -256,10 +257,10 @@ __device__ __forceinline__ void add_values(state<N, DIM> &w,
         uint32_t p[N][4];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            p[i][0] = rk_pack<T>(s[i][2 * j][0], s[i][2 * j][1]);
-            p[i][1] = rk_pack<T>(s[i][2 * j][2], s[i][2 * j][3]);
-            p[i][2] = rk_pack<T>(s[i][2 * j + 1][0], s[i][2 * j + 1][1]);
-            p[i][3] = rk_pack<T>(s[i][2 * j + 1][2], s[i][2 * j + 1][3]);
+            p[i][0] = rk_pack<element>(s[i][2 * j][0], s[i][2 * j][1]);
+            p[i][1] = rk_pack<element>(s[i][2 * j][2], s[i][2 * j][3]);
+            p[i][2] = rk_pack<element>(s[i][2 * j + 1][0], s[i][2 * j + 1][1]);
+            p[i][3] = rk_pack<element>(s[i][2 * j + 1][2], s[i][2 * j + 1][3]);
         }
 #pragma unroll
         for (int d = 0; d < S::CHUNKS; d += 2) {
@@ -270,16 +271,15 @@ __device__ __forceinline__ void add_values(state<N, DIM> &w,
                                             d + matrix / 2));
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    rk_mma(w.out[i][d], p[i], b, T());
-                    rk_mma(w.out[i][d + 1], p[i], b + 2, T());
+                    rk_mma(w.out[i][d], p[i], b, element());
+                    rk_mma(w.out[i][d + 1], p[i], b + 2, element());
                 }
             }
         }
     }
 }
 
-/* ---- results --------------------------------------------------------------
- */
+/* ---- results ------------------------------------------------------------- */
 
 /* Where the stages hold column chunk `chunk` of the result of a warp's pair;
  * `row` counts pairs through all warps that share keys. */
@@ -317,7 +317,7 @@ __device__ __forceinline__ void leave(const state<N, DIM> &w, const layout &l,
 }
 
 /* Merge what the warps left, in their order, and send it where it belongs. */
-template <class T, class S, int DIM>
+template <class S, int DIM>
 __device__ __forceinline__ void
 send(const rk_cuda_attention &a, const rk_task &t, const layout &l,
      const float *results, const float (*ends)[2])
@@ -354,7 +354,7 @@ send(const rk_cuda_attention &a, const rk_task &t, const layout &l,
             for (int j = 0; j < 8; j++) {
                 all[j] /= sum;
             }
-            rk_store8(static_cast<T *>(a.out) + rk_pair_at(a, t, pair) +
+            rk_store8(static_cast<element *>(a.out) + rk_pair_at(a, t, pair) +
                           chunk * 8,
                       all);
         } else {
@@ -368,10 +368,9 @@ send(const rk_cuda_attention &a, const rk_task &t, const layout &l,
     }
 }
 
-/* ---- the kernel ------------------------------------------------------------
- */
+/* ---- the kernel ---------------------------------------------------------- */
 
-template <class T, int DIM, int N>
+template <int DIM, int N>
 __global__ void __launch_bounds__(THREADS)
     attend(const rk_cuda_attention a, float scale)
 {
@@ -379,8 +378,8 @@ __global__ void __launch_bounds__(THREADS)
     RK_SHARED_DYNAMIC(memory);
     RK_SHARED(float, ends, [S::PAIRS][2]);
     RK_SHARED(rk_keys, pairs, [S::PAIRS]);
-    T *stages = reinterpret_cast<T *>(memory);
-    T *queries = stages + STAGES * S::STAGE;
+    element *stages = reinterpret_cast<element *>(memory);
+    element *queries = stages + STAGES * S::STAGE;
     const int n_items = *a.n_units * a.kv.n_kv_heads;
     for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
         const rk_task t = rk_task_of(a, item);
@@ -390,18 +389,18 @@ __global__ void __launch_bounds__(THREADS)
         for (int r = 0; r < 2 * N; r++) {
             w.max[r] = -INFINITY;
         }
-        copy_queries<T, S>(a, t, queries);
-        copy_tile<T, S>(a, t, t.key_begin, stages);
+        copy_queries<S>(a, t, queries);
+        copy_tile<S>(a, t, t.key_begin, stages);
         rk_copy_commit();
         for (int i = threadIdx.x; i < S::PAIRS; i += THREADS) {
             pairs[i] = rk_pair_keys(a, t, i);
         }
         int stage = 0;
         for (int key = t.key_begin; key < t.key_end; key += S::TILE) {
-            T *keys = stages + stage * S::STAGE;
+            element *keys = stages + stage * S::STAGE;
             stage ^= 1;
             if (key + S::TILE < t.key_end) {
-                copy_tile<T, S>(a, t, key + S::TILE, stages + stage * S::STAGE);
+                copy_tile<S>(a, t, key + S::TILE, stages + stage * S::STAGE);
             }
             rk_copy_commit();
             rk_copy_wait<1>();
@@ -411,14 +410,14 @@ __global__ void __launch_bounds__(THREADS)
                  i < S::TILE && key + i < t.key_end;
                  i += l.key_warps * S::STEP) {
                 float s[N][S::STEP / 8][4];
-                scores<T, S, N>(s, queries + l.first_pair * DIM, keys + i * DIM,
-                                a.kv.head_dim);
+                scores<S, N>(s, queries + l.first_pair * DIM, keys + i * DIM,
+                             a.kv.head_dim);
                 if (key + i < t.full_begin || key + i + S::STEP > t.full_end) {
                     mask<S, N>(s, pairs + l.first_pair, key + i);
                 }
                 soften<S, N, DIM>(s, w, scale);
-                add_values<T, S, N, DIM>(w, s, keys + S::MATRIX + i * DIM,
-                                         a.kv.head_dim);
+                add_values<S, N, DIM>(w, s, keys + S::MATRIX + i * DIM,
+                                      a.kv.head_dim);
             }
             /* Nobody reads this stage while it is refilled. */
             __syncthreads();
@@ -428,35 +427,33 @@ __global__ void __launch_bounds__(THREADS)
         leave<S, N, DIM>(w, l, a.kv.head_dim, results, ends);
         /* The results of all warps are there. */
         __syncthreads();
-        send<T, S, DIM>(a, t, l, results, ends);
+        send<S, DIM>(a, t, l, results, ends);
         /* The results are sent before the next unit's copies. */
         __syncthreads();
     }
 }
 
-template <class T, int DIM, int N>
+template <int DIM, int N>
 void launch(const rk_cuda_attention &a, cudaStream_t stream)
 {
     const float scale = (float)(1.0 / sqrt((double)a.kv.head_dim));
-    RK_LAUNCH((attend<T, DIM, N>), (unsigned)a.n_blocks, THREADS,
+    RK_LAUNCH((attend<DIM, N>), (unsigned)a.n_blocks, THREADS,
               (shape<DIM, N>::SHARED), stream, a, scale * LOG2_E);
 }
 
 /* Heads of more than 128 have no room for two tiles of 16 pairs in a warp. */
-template <class T>
 void launch_any(const rk_cuda_attention &a, cudaStream_t stream)
 {
     if (a.kv.head_dim > 128) {
-        launch<T, 256, 1>(a, stream);
+        launch<256, 1>(a, stream);
     } else if (a.kv.head_dim > 64) {
-        a.wide ? launch<T, 128, 2>(a, stream) : launch<T, 128, 1>(a, stream);
+        a.wide ? launch<128, 2>(a, stream) : launch<128, 1>(a, stream);
     } else {
-        a.wide ? launch<T, 64, 2>(a, stream) : launch<T, 64, 1>(a, stream);
+        a.wide ? launch<64, 2>(a, stream) : launch<64, 1>(a, stream);
     }
 }
 
-/* ---- merging partials ------------------------------------------------------
- */
+/* ---- merging partials ---------------------------------------------------- */
 
 /* A warp merges one head of one row:
  *     m = max m_i,  w_i = e^(m_i - m),  out = sum w_i acc_i / sum w_i l_i. */
@@ -503,36 +500,29 @@ __global__ void __launch_bounds__(THREADS) merge(const rk_cuda_attention a)
     }
 }
 
-/* ---- which kernel ----------------------------------------------------------
- */
+/* ---- which kernel -------------------------------------------------------- */
 
 bool plain(rk_type type, int head_dim)
 {
     return type == RK_F32 || head_dim % 8 != 0 || head_dim > 256;
 }
 
-template <class T, int DIM, int N> cudaError_t allow_shared()
+template <int DIM, int N> cudaError_t allow_shared()
 {
-    return cudaFuncSetAttribute(attend<T, DIM, N>,
+    return cudaFuncSetAttribute(attend<DIM, N>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 shape<DIM, N>::SHARED);
-}
-
-template <class T> cudaError_t prepare()
-{
-    cudaError_t error = allow_shared<T, 64, 1>();
-    error = error != cudaSuccess ? error : allow_shared<T, 64, 2>();
-    error = error != cudaSuccess ? error : allow_shared<T, 128, 1>();
-    error = error != cudaSuccess ? error : allow_shared<T, 128, 2>();
-    return error != cudaSuccess ? error : allow_shared<T, 256, 1>();
 }
 
 } // namespace
 
 cudaError_t rk_cuda_attention_prepare(void)
 {
-    const cudaError_t error = prepare<rk_bf16>();
-    return error != cudaSuccess ? error : prepare<rk_f16>();
+    cudaError_t error = allow_shared<64, 1>();
+    error = error != cudaSuccess ? error : allow_shared<64, 2>();
+    error = error != cudaSuccess ? error : allow_shared<128, 1>();
+    error = error != cudaSuccess ? error : allow_shared<128, 2>();
+    return error != cudaSuccess ? error : allow_shared<256, 1>();
 }
 
 int32_t rk_cuda_attend_pairs(rk_type type, int32_t head_dim, bool wide)
@@ -550,13 +540,12 @@ cudaError_t rk_cuda_attend(const rk_cuda_attention *a, cudaStream_t stream)
     if (plain(a->kv.type, a->kv.head_dim)) {
         error = rk_attend_plain(*a, stream);
     } else {
-        a->kv.type == RK_F16 ? launch_any<rk_f16>(*a, stream)
-                             : launch_any<rk_bf16>(*a, stream);
+        launch_any(*a, stream);
         error = cudaGetLastError();
     }
     if (error == cudaSuccess && a->merge) {
         const int64_t items = (int64_t)a->n_rows * a->n_heads;
-        rk_with_type(a->kv.type, [=](auto element) {
+        rk_with_act(a->kv.type, [=](auto element) {
             using T = decltype(element);
             RK_LAUNCH((merge<T>), rk_blocks(items, WARPS), THREADS, 0, stream,
                       *a);

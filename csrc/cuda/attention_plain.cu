@@ -202,7 +202,7 @@ cudaError_t rk_attend_plain(const rk_cuda_attention &a, cudaStream_t stream)
 {
     const dim3 grid((unsigned)a.n_blocks, rk_blocks(a.kv.head_dim, OUT));
     const float scale = (float)(1.0 / sqrt((double)a.kv.head_dim));
-    rk_with_type(a.kv.type, [&](auto element) {
+    rk_with_act(a.kv.type, [&](auto element) {
         using T = decltype(element);
         RK_LAUNCH((attend<T>), grid, THREADS, 0, stream, a, scale);
     });

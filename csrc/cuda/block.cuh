@@ -156,18 +156,24 @@ static inline unsigned rk_blocks(int64_t n, int64_t per_block)
 
 /* ---- types --------------------------------------------------------------- */
 
-/* Call `body` with a value of the element type that `type` names. */
+/* Call `body` with a value of the element type that `type` names: of an
+ * activation, */
+template <class Body> static inline void rk_with_act(rk_type type, Body body)
+{
+    if (type == RK_F32) {
+        body(0.0f);
+    } else {
+        body(rk_bf16());
+    }
+}
+
+/* or of a table of weights. */
 template <class Body> static inline void rk_with_type(rk_type type, Body body)
 {
-    switch (type) {
-    case RK_F32:
-        body(0.0f);
-        break;
-    case RK_F16:
+    if (type == RK_F16) {
         body(rk_f16());
-        break;
-    default:
-        body(rk_bf16());
+    } else {
+        rk_with_act(type, body);
     }
 }
 

@@ -27,10 +27,10 @@ typedef struct rk_cuda_kv {
     int64_t block_bytes;  /* from block to block: all layers */
     int32_t block_shift;  /* log2(block_tokens) */
     int32_t n_kv_heads, head_dim;
-    rk_type type; /* RK_F32, RK_F16 or RK_BF16 */
+    rk_type type; /* act: RK_F32 or RK_BF16 */
 } rk_cuda_kv;
 
-/* ---- once per process and device ---------------------------------------- */
+/* ---- once per process and device ----------------------------------------- */
 
 /* Let attention use as much shared memory as it needs. Before any capture. */
 cudaError_t rk_cuda_attention_prepare(void);

@@ -22,8 +22,7 @@ namespace {
 
 typedef unsigned long long amount; /* a whole number of weight, or a count */
 
-/* ---- statistics -----------------------------------------------------------
- */
+/* ---- statistics ---------------------------------------------------------- */
 
 constexpr int SLICE = 2048;
 constexpr int SLICE_THREADS = 128;
@@ -98,8 +97,7 @@ __global__ void __launch_bounds__(SLICE_THREADS)
     }
 }
 
-/* ---- folding ---------------------------------------------------------------
- */
+/* ---- folding ------------------------------------------------------------- */
 
 struct summary {
     double max, sum, dsum;

@@ -126,8 +126,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* ---- rotation and the pool ------------------------------------------------
- */
+/* ---- rotation and the pool ----------------------------------------------- */
 
 /* Where the two parts of four rotated pairs lie in a head: a[j] at a + j * by,
  * b[j] at b + j * by. */
@@ -412,8 +411,7 @@ __global__ void __launch_bounds__(MAX_ROW_THREADS)
 
 } // namespace
 
-/* ---- launchers ------------------------------------------------------------
- */
+/* ---- launchers ----------------------------------------------------------- */
 
 cudaError_t rk_cuda_angles(float *cosine, float *sine, const int32_t *positions,
                            const double *inv_freq, int32_t n, int32_t half,
@@ -440,7 +438,7 @@ cudaError_t rk_cuda_norm(void *out, rk_type act, const float *x,
                          const float *weight, float eps, int32_t n,
                          int32_t width, cudaStream_t stream)
 {
-    rk_with_type(act, [=](auto element) {
+    rk_with_act(act, [=](auto element) {
         using T = decltype(element);
         RK_LAUNCH((norm<T>), (unsigned)n,
                   rk_row_threads(width, MAX_ROW_THREADS), 0, stream,
@@ -462,7 +460,7 @@ cudaError_t rk_cuda_rotate(const rk_cuda_rotation *r, const rk_cuda_kv *kv,
 {
     const int64_t quads = (kv->head_dim / 2 + 3) / 4;
     const int64_t heads = r->n_heads + 2 * kv->n_kv_heads;
-    rk_with_type(kv->type, [=](auto element) {
+    rk_with_act(kv->type, [=](auto element) {
         using T = decltype(element);
         RK_LAUNCH((rotate<T>), rk_blocks(r->n * heads * quads, THREADS),
                   THREADS, 0, stream, *r, *kv);
@@ -474,7 +472,7 @@ cudaError_t rk_cuda_swiglu(void *out, rk_type act, const float *gate,
                            const float *up, int64_t stride, int32_t n,
                            int32_t ffn, cudaStream_t stream)
 {
-    rk_with_type(act, [=](auto element) {
+    rk_with_act(act, [=](auto element) {
         using T = decltype(element);
         RK_LAUNCH((swiglu<T>), blocks_for(n, ffn), THREADS, 0, stream,
                   static_cast<T *>(out), gate, up, stride, n, ffn);
