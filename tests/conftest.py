@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +21,23 @@ if TYPE_CHECKING:
     from rksc import BranchSession, Model
 
 Factory = Callable[..., "BranchSession"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--device: where sessions of the tests compute; cuda-host is CUDA's code without a GPU."""
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda", "cuda-host"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The host runtime is built when it is asked for; sessions.py reads the device."""
+    device = config.getoption("--device")
+    if device == "cuda-host":
+        sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda_host"))
+        from build import build
+
+        os.environ["RKSC_CUDA_LIBRARY"] = str(build())
+        device = "cuda"
+    os.environ["RKSC_TEST_DEVICE"] = device
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

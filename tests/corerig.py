@@ -37,6 +37,7 @@ class Options(c.Structure):
     """rk_options"""
 
     _fields_ = [
+        ("cuda", c.c_void_p),
         ("isa", c.c_int),
         ("n_threads", c.c_int32),
         ("kv_bytes", c.c_int64),
@@ -327,6 +328,7 @@ class Core:
         self.block_tokens, self.blocks = block_tokens, blocks
         self.session = c.c_void_p()
         options = Options(
+            None,
             self.lib.rk_isa_best() if isa is None else isa,
             1,
             blocks * block_bytes(block_tokens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from models import ALL, Small
@@ -10,9 +11,13 @@ from rksc import BranchSession
 
 
 def open_session(model: Small | str = "T4", **options: Any) -> BranchSession:
-    """A small budget, two threads, freed blocks poisoned with NaN; options replace these."""
+    """A small budget, two threads, freed blocks poisoned with NaN; options replace these.
+
+    The device is that of `pytest --device`.
+    """
     small = ALL[model] if isinstance(model, str) else model
     defaults = {"kv_bytes": 4 << 20, "n_threads": 2, "poison": True, "dtype": "float32"}
+    defaults["device"] = os.environ.get("RKSC_TEST_DEVICE", "cpu")
     return BranchSession(small.weights, small.model_config, **{**defaults, **options})
 
 

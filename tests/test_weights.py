@@ -547,7 +547,7 @@ def test_jax(weights: Weights, expected: NDArray[np.float32]) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"device": "cuda"}, ValueError, "cuda"),
+        ({"device": "gpu"}, ValueError, "gpu"),
         ({"dtype": "float16"}, ValueError, "float16"),
         ({"isa": "mmx"}, ValueError, "mmx"),
         ({"isa": 3}, TypeError, "isa"),

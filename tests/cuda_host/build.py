@@ -29,7 +29,12 @@ CXX = ["-std=c++17", "-Wno-unknown-pragmas", *COMMON]
 def sources(root: Path = ROOT) -> list[Path]:
     """What makes the library, from the tree at `root`."""
     found = [root / "csrc" / "error.c", *sorted((root / "csrc" / "cuda").glob("*.c*"))]
-    return [p for p in found if p.suffix in (".c", ".cu")] + sorted(HERE.glob("*.cpp"))
+    return [p for p in found if p.suffix in (".c", ".cu")] + runtime()
+
+
+def runtime() -> list[Path]:
+    """The host runtime itself."""
+    return sorted(HERE.glob("*.cpp"))
 
 
 def _compile(source: Path, root: Path, headers: bytes) -> Path:
@@ -55,20 +60,35 @@ def _run(command: list[str]) -> None:
 
 
 @cache
-def build(root: Path = ROOT) -> Path:
-    """Path of the shared object made from `root`/csrc; RuntimeError with the compiler's text."""
+def build(root: Path = ROOT, probes: bool = False) -> Path:
+    """Path of the shared object made from `root`/csrc; RuntimeError with the compiler's text.
+
+    probes: the runtime with the kernels of probes.cu instead, for the runtime's own tests.
+    """
+    files = [*runtime(), HERE / "probes.cu"] if probes else sources(root)
     BUILD.mkdir(parents=True, exist_ok=True)
     texts = [*(root / "csrc").rglob("*.h"), *(root / "csrc").rglob("*.cuh"), *HERE.rglob("*.h")]
     headers = b"".join(p.read_bytes() for p in sorted(texts))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda p: _compile(p, root, headers), sources(root)))
+        objects = list(pool.map(lambda p: _compile(p, root, headers), files))
     key = hashlib.sha256("\0".join(map(str, objects)).encode()).hexdigest()[:16]
     library = BUILD / f"rksc_cuda_host-{key}.so"
     if not library.exists():
         part = library.with_suffix(f".{os.getpid()}.part")
         extra = shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))
         compiler = shlex.split(os.environ.get("CXX", "c++"))
-        _run([*compiler, "-shared", "-pthread", *extra, *map(str, objects), "-o", str(part)])
+        _run(
+            [
+                *compiler,
+                "-shared",
+                "-pthread",
+                "-Wl,-Bsymbolic",
+                *extra,
+                *map(str, objects),
+                "-o",
+                str(part),
+            ]
+        )
         part.replace(library)
     return library
 

@@ -769,6 +769,7 @@ bool rk_host_launch(const void *kernel, dim3 grid, dim3 block, size_t bytes,
 
 /* ---- what tests set ------------------------------------------------------ */
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 /* order: 0 forward, 1 reverse, 2 random with this seed. */
@@ -815,6 +816,7 @@ size_t rk_host_used(int device)
 }
 
 } // extern "C"
+#pragma GCC visibility pop
 
 /* RKSC_CUDA_HOST_ORDER=forward|reverse|random[:seed], read once. */
 namespace

@@ -42,6 +42,7 @@ typedef enum {
     CUDA_R_16BF = 14
 } cudaDataType_t;
 
+#pragma GCC visibility push(default)
 cublasStatus_t cublasCreate_v2(cublasHandle_t *handle);
 cublasStatus_t cublasDestroy_v2(cublasHandle_t handle);
 cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream);
@@ -57,6 +58,7 @@ cublasGemmEx(cublasHandle_t handle, cublasOperation_t op_a,
              cublasGemmAlgo_t algorithm);
 const char *cublasGetStatusName(cublasStatus_t status);
 const char *cublasGetStatusString(cublasStatus_t status);
+#pragma GCC visibility pop
 
 #define cublasCreate cublasCreate_v2
 #define cublasDestroy cublasDestroy_v2

@@ -29,6 +29,9 @@ inline __half __float2half_rn(float x)
     if (size >= 65520.0f) {
         return {static_cast<uint16_t>(sign | 0x7c00)};
     }
+    if (size == 0.0f) {
+        return {sign};
+    }
     int exponent = 0;
     std::frexp(size, &exponent); /* size in [2^(exponent-1), 2^exponent) */
     int shift = exponent < -13 ? -24 : exponent - 11;

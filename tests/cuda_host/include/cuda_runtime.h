@@ -15,6 +15,8 @@
 extern "C" {
 #endif
 
+#pragma GCC visibility push(default) /* tests call them too */
+
 typedef enum cudaError {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
@@ -125,6 +127,8 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph,
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
+
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }
