@@ -29,6 +29,12 @@ typedef struct panel {
     const int32_t *blocks; /* of a row that uses all keys */
 } panel;
 
+/* Panels in the order of keys, so those above come before those below, then of
+ * rows. */
+typedef struct rank {
+    int32_t key_begin, row_begin, id;
+} rank;
+
 struct rk_worker {
     rk_work_rule rule;
     int32_t group;
@@ -44,6 +50,8 @@ struct rk_worker {
     int32_t *open;        /* (n_rows,) last panel of each row */
     int32_t *first_child; /* (panel_room,) */
     int32_t *sibling;
+    rank *ranks; /* (n_ranks,) of the panels that are not gone */
+    int32_t n_ranks, rank_room;
     int32_t row_room; /* of open and rows_first */
 
     rk_work_unit *units;
@@ -90,6 +98,7 @@ void rk_worker_free(rk_worker *worker)
         free(worker->open);
         free(worker->first_child);
         free(worker->sibling);
+        free(worker->ranks);
         free(worker->units);
         free(worker->places);
         free(worker->tables);
@@ -219,26 +228,6 @@ static int32_t depth_of(const rk_worker *w, int32_t id)
     return depth;
 }
 
-static bool same_blocks(const rk_worker *w, const panel *a, const panel *b)
-{
-    int32_t end = least(a->key_end, b->key_end);
-    int32_t first = a->key_begin / w->rule.block_tokens;
-    int32_t last = (end - 1) / w->rule.block_tokens;
-    return a->blocks == b->blocks ||
-           memcmp(a->blocks + first, b->blocks + first,
-                  (size_t)(last - first + 1) * sizeof *a->blocks) == 0;
-}
-
-/* May b, whose rows follow a's, become a part of a? */
-static bool mergeable(const rk_worker *w, const panel *a, const panel *b)
-{
-    return a->row_end == b->row_begin && a->key_begin == b->key_begin &&
-           a->parent == b->parent &&
-           (a->key_end >= b->key_end || a->last_position < a->key_end) &&
-           (b->key_end >= a->key_end || b->last_position < b->key_end) &&
-           same_blocks(w, a, b);
-}
-
 /* The ancestor of panel `id` that is `up` panels above it. */
 static int32_t above(const rk_worker *w, int32_t id, int32_t up)
 {
@@ -248,39 +237,102 @@ static int32_t above(const rk_worker *w, int32_t id, int32_t up)
     return id;
 }
 
-/* Merge panels on both sides of the border before `row`, from the root down as
- * far as they agree; `first` is the first panel of the rows from there on. */
-static void merge_border(rk_worker *w, int32_t row, int32_t row_end,
-                         int32_t first)
+/* End of the keys that two panels read from the same blocks; both begin at the
+ * same key. */
+static int32_t common_end(const rk_worker *w, const panel *a, const panel *b)
+{
+    int32_t bt = w->rule.block_tokens, end = least(a->key_end, b->key_end);
+    int32_t block = a->key_begin / bt;
+    if (a->blocks == b->blocks) {
+        return end;
+    }
+    while (block * bt < end && a->blocks[block] == b->blocks[block]) {
+        block++;
+    }
+    return least(end, block * bt);
+}
+
+/* Give all below panel `from` to `to`. */
+static void hand_over(rk_worker *w, int32_t from, int32_t to)
+{
+    for (int32_t id = 0; id < w->n_panels; id++) {
+        if (w->panels[id].parent == from) {
+            w->panels[id].parent = to;
+        }
+    }
+    for (int32_t r = w->panels[from].row_begin; r < w->panels[from].row_end;
+         r++) {
+        if (w->open[r] == from) {
+            w->open[r] = to;
+        }
+    }
+}
+
+/* Cut the keys from `key` on off the panel, into one below it. */
+static bool split_panel(rk_worker *w, int32_t id, int32_t key)
+{
+    const panel whole = w->panels[id];
+    if (!add_panel(w, whole.row_begin, whole.row_end, &whole)) {
+        return false;
+    }
+    hand_over(w, id, w->n_panels - 1);
+    w->panels[w->n_panels - 1].key_begin = key;
+    w->panels[w->n_panels - 1].parent = id;
+    w->panels[id].key_end = key;
+    return true;
+}
+
+/* Panel b, whose rows follow a's, becomes a part of a as far as both read the
+ * same keys. *more: all of them, so those below may follow. False: no memory.
+ */
+static bool merge_panels(rk_worker *w, int32_t a, int32_t b, bool *more)
+{
+    const panel *to = &w->panels[a], *from = &w->panels[b];
+    *more = false;
+    if (to->row_end != from->row_begin || to->key_begin != from->key_begin ||
+        to->parent != from->parent) {
+        return true;
+    }
+    int32_t end = common_end(w, to, from);
+    if (end <= to->key_begin) {
+        return true;
+    }
+    /* A panel may be longer than the other one, if the rows of that are
+     * through there. */
+    bool split_a = end < to->key_end && from->last_position >= end;
+    bool split_b = end < from->key_end && to->last_position >= end;
+    if ((split_a && !split_panel(w, a, end)) ||
+        (split_b && !split_panel(w, b, end))) {
+        return false;
+    }
+    panel *p = &w->panels[a], *q = &w->panels[b];
+    if (q->key_end > p->key_end) {
+        p->key_end = q->key_end;
+        p->blocks = q->blocks;
+    }
+    hand_over(w, b, a);
+    p->row_end = q->row_end;
+    p->last_position = most(p->last_position, q->last_position);
+    q->gone = true;
+    *more = !split_a && !split_b;
+    return true;
+}
+
+/* Merge panels on both sides of the border before `row`, from the root down.
+ */
+static bool merge_border(rk_worker *w, int32_t row)
 {
     int32_t left = w->open[row - 1], right = w->open[row];
     int32_t n_left = depth_of(w, left), n_right = depth_of(w, right);
-    for (int32_t i = 1; i <= least(n_left, n_right); i++) {
-        int32_t a = above(w, left, n_left - i),
-                b = above(w, right, n_right - i);
-        panel *to = &w->panels[a], *from = &w->panels[b];
-        if (!mergeable(w, to, from)) {
-            return;
+    bool more = true;
+    for (int32_t i = 1; more && i <= least(n_left, n_right); i++) {
+        int32_t b = above(w, right, n_right - i);
+        if (!merge_panels(w, above(w, left, n_left - i), b, &more)) {
+            return false;
         }
-        if (from->key_end > to->key_end) {
-            to->key_end = from->key_end;
-            to->blocks = from->blocks;
-        }
-        to->row_end = from->row_end;
-        to->last_position = most(to->last_position, from->last_position);
-        from->gone = true;
-        for (int32_t id = first; id < w->n_panels; id++) {
-            if (w->panels[id].parent == b) {
-                w->panels[id].parent = a;
-            }
-        }
-        for (int32_t r = row; r < row_end; r++) {
-            if (w->open[r] == b) {
-                w->open[r] = a;
-            }
-        }
-        right = right == b ? a : right;
+        right = w->open[row];
     }
+    return true;
 }
 
 static bool lay_panels(rk_worker *w)
@@ -289,7 +341,6 @@ static bool lay_panels(rk_worker *w)
     w->n_panels = 0;
     for (int32_t i = 0; i < batch->n_chunks; i++) {
         const rk_chunk *chunk = &batch->chunks[i];
-        int32_t first = w->n_panels;
         for (int32_t row = chunk->row_begin; row < chunk->row_end; row++) {
             w->open[row] = -1;
         }
@@ -298,10 +349,35 @@ static bool lay_panels(rk_worker *w)
                 return false;
             }
         }
-        if (chunk->row_begin > 0) {
-            merge_border(w, chunk->row_begin, chunk->row_end, first);
+        if (chunk->row_begin > 0 && !merge_border(w, chunk->row_begin)) {
+            return false;
         }
     }
+    return true;
+}
+
+static int by_keys_and_rows(const void *a, const void *b)
+{
+    const rank *x = a, *y = b;
+    if (x->key_begin != y->key_begin) {
+        return x->key_begin < y->key_begin ? -1 : 1;
+    }
+    return x->row_begin < y->row_begin ? -1 : x->row_begin > y->row_begin;
+}
+
+static bool rank_panels(rk_worker *w)
+{
+    if (!reserve(&w->ranks, &w->rank_room, w->n_panels, sizeof *w->ranks)) {
+        return false;
+    }
+    w->n_ranks = 0;
+    for (int32_t id = 0; id < w->n_panels; id++) {
+        if (!w->panels[id].gone) {
+            w->ranks[w->n_ranks++] =
+                (rank){w->panels[id].key_begin, w->panels[id].row_begin, id};
+        }
+    }
+    qsort(w->ranks, (size_t)w->n_ranks, sizeof *w->ranks, by_keys_and_rows);
     return true;
 }
 
@@ -330,14 +406,15 @@ static int32_t tiles_of(const rk_worker *w, int32_t n_rows)
     return ceil_div(n_rows, w->pairs / w->group);
 }
 
+/* Those below each panel, in the order of rows. */
 static void list_children(rk_worker *w)
 {
     for (int32_t id = 0; id < w->n_panels; id++) {
         w->first_child[id] = -1;
     }
-    for (int32_t id = w->n_panels - 1; id >= 0; id--) {
-        int32_t parent = w->panels[id].parent;
-        if (!w->panels[id].gone && parent >= 0) {
+    for (int32_t i = w->n_ranks - 1; i >= 0; i--) {
+        int32_t id = w->ranks[i].id, parent = w->panels[id].parent;
+        if (parent >= 0) {
             w->sibling[id] = w->first_child[parent];
             w->first_child[parent] = id;
         }
@@ -388,15 +465,19 @@ static bool dissolve(rk_worker *w, int32_t id)
 
 static bool flatten(rk_worker *w)
 {
+    if (!rank_panels(w)) {
+        return false;
+    }
     list_children(w);
-    int32_t n = w->n_panels; /* those added have nothing below them */
-    for (int32_t id = 0; id < n; id++) {
-        if (!w->panels[id].gone && w->first_child[id] >= 0 &&
-            !worth_sharing(w, id) && !dissolve(w, id)) {
+    /* Those added on the way have nothing below them. */
+    for (int32_t i = 0; i < w->n_ranks; i++) {
+        int32_t id = w->ranks[i].id;
+        if (w->first_child[id] >= 0 && !worth_sharing(w, id) &&
+            !dissolve(w, id)) {
             return false;
         }
     }
-    return true;
+    return rank_panels(w);
 }
 
 /* ---- cutting into units -------------------------------------------------- */
@@ -557,9 +638,8 @@ static bool cut_batch(rk_worker *w, int64_t *n_partials)
     w->n_units = w->n_places = w->n_tables = 0;
     memset(w->rows_first, 0, ((size_t)n_rows + 1) * sizeof *w->rows_first);
     const int32_t keys = split_keys(w);
-    for (int32_t id = 0; id < w->n_panels; id++) {
-        const panel p = w->panels[id];
-        if (!p.gone && !cut_panel(w, &p, keys)) {
+    for (int32_t i = 0; i < w->n_ranks; i++) {
+        if (!cut_panel(w, &w->panels[w->ranks[i].id], keys)) {
             return false;
         }
     }
