@@ -1,0 +1,290 @@
+"""Each op of the CUDA backend, on the host runtime, against plain float64 NumPy.
+
+The kernels are those that nvcc compiles (tests/cuda_host); threads and blocks run forward, in
+reverse and at random. Seeds are the parametrised numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import itertools
+from typing import Any
+
+import native
+import numpy as np
+import pytest
+from cudarig import ORDERS, CudaRig, Output, set_order
+from native import RK_BF16, RK_F16, RK_F32
+from oprig import TYPES, Array, Plan, Row, Shape, act, eps, to_bf16, value
+from test_ops import Cache, candidates, close, draw, philox, rotate, tree, written
+
+KINDS = [(t, o) for t in TYPES for o in ORDERS]
+NAMES = [f"{'bf16' if t == RK_BF16 else 'f32'}-{o}" for t, o in KINDS]
+
+
+@pytest.fixture(params=KINDS, ids=NAMES)
+def compute(request: pytest.FixtureRequest) -> int:
+    """The type; threads run in the order that stands beside it."""
+    kind, order = request.param
+    set_order(order, 7)
+    return int(kind)
+
+
+# ---- products ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m,n,k", [(1, 5, 7), (9, 66, 33), (33, 70, 96)])
+def test_linear(compute: int, m: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(m * n * k)
+    a = act(rng.standard_normal((m, k)), compute)
+    w = act(rng.standard_normal((n, k)), compute)
+    bias = rng.standard_normal(n).astype(np.float32)
+    old = rng.standard_normal((m, n)).astype(np.float32)
+    product = value(a) @ value(w).T
+    bound = 2.0**-21 * (np.abs(value(a)) @ np.abs(value(w)).T + 4)
+    with CudaRig(Shape(width=k), compute) as rig:
+        for use_bias, accumulate in itertools.product((False, True), repeat=2):
+            out = rig.out((m, n), old=old)
+            held = rig.weights(w, bias if use_bias else None)
+            rig.linear(out.address, rig.put(a), c.byref(held), m, accumulate)
+            want = product + (bias if use_bias else 0) + (old if accumulate else 0)
+            close(out.get(), want, bound)
+
+
+@pytest.mark.parametrize("m,ffn,k", [(1, 40, 48), (3, 7, 5), (17, 136, 32)])
+def test_swiglu(compute: int, m: int, ffn: int, k: int) -> None:
+    rng = np.random.default_rng(ffn)
+    a = act(rng.standard_normal((m, k)), compute)
+    gate, up = (act(rng.standard_normal((ffn, k)), compute) for _ in range(2))
+    g, u = value(a) @ value(gate).T, value(a) @ value(up).T
+    want = g / (1 + np.exp(-g)) * u
+    with CudaRig(Shape(width=k, ffn_width=ffn), compute) as rig:
+        out = rig.act_out((m, ffn))
+        held = rig.weights(gate), rig.weights(up)
+        rig.swiglu(out.address, rig.put(a), *map(c.byref, held), m)
+        close(value(out.get()), want, eps(compute) * np.abs(want) + 2e-5)
+
+
+def test_swiglu_extremes(compute: int) -> None:
+    """silu of huge, tiny and zero gates neither overflows nor gives NaN."""
+    gates = np.array([-3e4, -200, -90, -87, -30, 0, 1e-20, 30, 87, 200, 3e4], np.float32)
+    gate = act(gates[:, None], compute)
+    g = value(gate)[:, 0]
+    with np.errstate(over="ignore"):
+        want = g / (1 + np.exp(-g))
+    with CudaRig(Shape(width=1, ffn_width=len(gates)), compute) as rig:
+        out = rig.act_out((1, len(gates)))
+        ones = act(np.ones((len(gates), 1)), compute)
+        held = rig.weights(gate), rig.weights(ones)
+        rig.swiglu(out.address, rig.put(act(np.ones((1, 1)), compute)), *map(c.byref, held), 1)
+        close(value(out.get())[0], want, eps(compute) * np.abs(want) + 1e-30)
+
+
+# ---- rows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 7, 48, 576, 4104])
+def test_norm(compute: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    x = (rng.standard_normal((5, width)) * [[1e-3], [1], [1], [300], [1]]).astype(np.float32)
+    weight = rng.standard_normal(width).astype(np.float32)
+    want = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * weight
+    with CudaRig(Shape(width=width), compute) as rig:
+        out = rig.act_out(x.shape)
+        rig.norm(out.address, rig.put(x), rig.put(weight), len(x))
+        close(value(out.get()), want, (eps(compute) + 1e-6) * np.abs(want) + 1e-30)
+        rig.norm(out.address, rig.put(x), None, len(x))
+        assert np.array_equal(out.get(), act(x, compute))
+
+
+@pytest.mark.parametrize("width", [48, 5])
+@pytest.mark.parametrize("dtype", [RK_F32, RK_F16, RK_BF16])
+def test_embed(compute: int, dtype: int, width: int) -> None:
+    rng = np.random.default_rng(dtype)
+    table = rng.standard_normal((101, width))
+    held = table.astype(np.float16) if dtype == RK_F16 else act(table, dtype)
+    rows = [Row([0] * 20, i, token=int(t)) for i, t in enumerate(rng.integers(0, 101, 40))]
+    plan = Plan(rows, 16)
+    with CudaRig(Shape(width=width), compute) as rig:
+        rig.start(plan)
+        out = rig.out((40, width))
+        rig.embed(out.address, c.byref(rig.weights(held, dtype=dtype)))
+        want = held.astype(np.float64) if dtype == RK_F16 else value(held)
+        assert np.array_equal(out.get(), want[plan.tokens].astype(np.float32))
+
+
+@pytest.mark.parametrize("width", [7, 300])
+def test_gather(compute: int, width: int) -> None:
+    """Any order into another array; compaction in place, also when rows stay where they are."""
+    x = np.arange(40 * width, dtype=np.float32).reshape(40, width)
+    with CudaRig(Shape(), compute) as rig:
+        rows = np.array([9, 0, 3, 3] * 5, np.int32)
+        out = rig.out((20, width))
+        rig.gather(out.address, rig.put(x), rows.ctypes.data, len(rows), width)
+        assert np.array_equal(out.get(), x[rows])
+        rng = np.random.default_rng(width)
+        for n in (3, 8, 9, 17, 40):
+            rows = np.sort(rng.choice(40, n, replace=False)).astype(np.int32)
+            out = rig.out(x.shape, old=x)
+            rig.gather(out.address, out.address, rows.ctypes.data, n, width)
+            assert np.array_equal(out.get()[:n], x[rows]), n
+
+
+@pytest.mark.parametrize("dtype", [RK_F32, RK_F16, RK_BF16])
+@pytest.mark.parametrize("width", [48, 5, 1000])
+@pytest.mark.parametrize("normed", [True, False])
+def test_answer(compute: int, dtype: int, width: int, normed: bool) -> None:
+    rng = np.random.default_rng(dtype)
+    x = rng.standard_normal((6, width)).astype(np.float32) * 9
+    weight = rng.standard_normal(width).astype(np.float32)
+    table = rng.standard_normal((101, width))
+    head = table.astype(np.float16) if dtype == RK_F16 else act(table, dtype)
+    wide = head.astype(np.float64) if dtype == RK_F16 else value(head)
+    ids = np.array([100, 0, 7, 7], np.int32)
+    y = x.astype(np.float64)
+    if normed:
+        y = y / np.sqrt((y**2).mean(1, keepdims=True) + 1e-5) * weight
+    with CudaRig(Shape(width=width), compute) as rig:
+        out = rig.out((6, 4))
+        scale = rig.put(weight) if normed else None
+        held = rig.weights(head, dtype=dtype)
+        rig.answer(out.address, rig.put(x), scale, c.byref(held), ids.ctypes.data, 6, 4)
+        close(out.get(), y @ wide[ids].T, 1e-6 * (np.abs(y) @ np.abs(wide)[ids].T) + 1e-6)
+
+
+def test_mean_carries(compute: int) -> None:
+    """One call and several calls that carry the sum give the same bits, in the order of rows."""
+    x = np.random.default_rng(3).standard_normal((50, 131)).astype(np.float32)
+    with CudaRig(Shape(width=131), compute) as rig:
+        results = []
+        for cuts in ([0, 50], [0, 1, 17, 50]):
+            total, out = rig.out((131,), np.float64, np.zeros(131)), rig.out((131,))
+            for i, j in itertools.pairwise(cuts):
+                rig.mean(out.address, total.address, rig.put(x[i:j]), j - i, 50)
+            results.append(out.get())
+        assert np.array_equal(results[0], results[1])
+        exact = np.zeros(131)
+        for row in x:
+            exact += row
+        assert np.array_equal(results[0], (exact / 50).astype(np.float32))
+
+
+def test_cosine(compute: int) -> None:
+    rng = np.random.default_rng(4)
+    width = 1000
+    a = rng.standard_normal((5, width)).astype(np.float32)
+    a[1], b = 0, rng.standard_normal(width).astype(np.float32)
+    a[2], a[3, 5] = 3 * b, np.nan
+    center = rng.standard_normal(width).astype(np.float32)
+    with CudaRig(Shape(width=width), compute) as rig:
+        for mid in (None, center):
+            u = a.astype(np.float64) - (0 if mid is None else mid)
+            v = b.astype(np.float64) - (0 if mid is None else mid)
+            with np.errstate(invalid="ignore"):
+                want = u @ v / (np.linalg.norm(u, axis=1) * np.linalg.norm(v))
+            out = rig.out((5,))
+            middle = None if mid is None else rig.put(mid)
+            rig.cosine(out.address, rig.put(a), rig.put(b), middle, 5)
+            got = out.get()
+            assert np.allclose(got, want, rtol=1e-6, atol=1e-7, equal_nan=True)
+            assert np.isnan(got[3]) and np.isnan(got[1]) == (mid is None)
+
+
+# ---- query, key, value ------------------------------------------------------------------------
+
+
+def layer_on(rig: CudaRig, weights: list[Array], biases: list[Array] | None) -> native.Layer:
+    made = native.Layer()
+    for name, w, b in zip(("query", "key", "value"), weights, biases or [None] * 3, strict=True):
+        setattr(made, name, rig.weights(w, b))
+    return made
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("m,head_dim", [(1, 8), (13, 10), (5, 64), (3, 2)])
+def test_qkv(compute: int, m: int, head_dim: int, interleaved: bool) -> None:
+    """Q by itself; K and V through attention with one key, which gives V back."""
+    rng = np.random.default_rng(m)
+    shape = Shape(head_dim=head_dim, rope_interleaved=interleaved)
+    heads, kv = shape.n_heads, shape.n_kv_heads
+    a = act(rng.standard_normal((m, shape.width)), compute)
+    n_rows = [h * head_dim for h in (heads, kv, kv)]
+    weights = [act(rng.standard_normal((n, shape.width)), compute) for n in n_rows]
+    biases = [rng.standard_normal(n).astype(np.float32) for n in n_rows]
+    rows = [Row([0] * 900, 900 * 16 - 1 - 7 * i, write=False) for i in range(m)]
+    first = [Row([int(b)], 0) for b in rng.permutation(shape.n_blocks)[:m]]
+    with CudaRig(shape, compute) as rig:
+        layer = layer_on(rig, weights, biases)
+        far, near = Plan(rows, 16), Plan(first, 16)
+        for plan in (far, near):
+            rig.start(plan)
+            out = rig.act_out((m, heads * head_dim))
+            rig.qkv(out.address, rig.put(a), c.byref(layer), 1)
+            q = (value(a) @ value(weights[0]).T + biases[0]).reshape(m, heads, head_dim)
+            want = rotate(q, plan.positions, rig.freq, interleaved).reshape(m, -1)
+            close(value(out.get()), want, eps(compute) * np.abs(want) + 1e-4)
+        got = rig.act_out((m, heads * head_dim))
+        rig.attention(got.address, out.address, 1)
+        v = (value(a) @ value(weights[2]).T + biases[2]).reshape(m, kv, 1, head_dim)
+        want = np.broadcast_to(v, (m, kv, heads // kv, head_dim)).reshape(m, -1)
+        close(value(got.get()), want, 2 * eps(compute) * np.abs(want) + 2e-5)
+
+
+# ---- attention --------------------------------------------------------------------------------
+
+
+class DeviceCache(Cache):
+    """oprig's sequences with chosen q, k and v, on a CUDA device."""
+
+    def run(self, rig: Any, plan: Plan, layer: int = 1) -> Array:
+        a = self.inputs(plan.rows)
+        shape = (len(a), self.shape.n_heads * self.shape.head_dim)
+        q, out = rig.act_out(shape), rig.act_out(shape)
+        rig.start(plan)
+        rig.qkv(q.address, rig.put(a), c.byref(layer_on(rig, self._weights, None)), layer)
+        rig.attention(out.address, q.address, layer)
+        return out.get()
+
+
+SHAPES = [
+    Shape(),
+    Shape(n_heads=3, n_kv_heads=3, head_dim=10, block_tokens=1, n_blocks=600),
+    Shape(n_heads=8, n_kv_heads=1, head_dim=64, block_tokens=32),
+    Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_tokens=4, n_blocks=200),
+    Shape(n_heads=4, n_kv_heads=2, head_dim=128, block_tokens=256, n_blocks=16),
+    Shape(n_heads=3, n_kv_heads=1, head_dim=80, block_tokens=8, n_blocks=128),
+    Shape(n_heads=2, n_kv_heads=1, head_dim=256, n_blocks=40),
+    Shape(n_heads=2, n_kv_heads=1, head_dim=264, n_blocks=40),
+]
+
+
+def bound(compute: int, want: Array) -> Array:
+    """Weights are rounded to the compute type before they meet the values."""
+    return (eps(compute) * (np.abs(want) + (0.5 if compute == RK_BF16 else 0))) + 8e-6
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+@pytest.mark.parametrize("window", [0, 1, 5, 200])
+def test_attention(compute: int, index: int, window: int) -> None:
+    """Branches over a shared trunk, some in the middle of a block, on poisoned memory."""
+    rng = np.random.default_rng(index)
+    shape = Shape(**vars(SHAPES[index]))
+    shape.window, shape.window_from = window, 1
+    shared = 280 // shape.block_tokens * shape.block_tokens
+    own = [5, 40, 1, 17]
+    cache = DeviceCache(rng, shape, compute)
+    tables = tree(rng, shape, shared, own)
+    with CudaRig(shape, compute) as rig:
+        rig.poison()
+        rows, got = [], []
+        for part in (written(tables[0], shared)[:100], written(tables[0], shared)[100:]):
+            if part:
+                got.append(cache.run(rig, Plan(part, shape.block_tokens)))
+                rows += part
+        branch = [Row(t, shared + p) for t, n in zip(tables, own, strict=True) for p in range(n)]
+        got.append(cache.run(rig, Plan(branch, shape.block_tokens)))
+        rows += branch
+        result = value(np.concatenate(got))
+        sample = rng.choice(len(rows), 30, replace=False)
+        want = np.stack([cache.want(rows[i], window) for i in sample])
+        close(result[sample], want, bound(compute, want))
