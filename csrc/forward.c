@@ -63,10 +63,9 @@ void rk_forward_free(rk_forward *f)
     memset(f, 0, sizeof *f);
 }
 
-void rk_forward_begin(rk_forward *f, rk_batch *batch, float *x)
+void rk_forward_begin(rk_forward *f, const rk_batch *batch, float *x)
 {
     const rk_ops *ops = f->device->ops;
-    batch->roomy = x == NULL; /* our own buffers are */
     ops->begin(f->device, batch);
     ops->embed(f->device, x != NULL ? x : f->x, &f->model->embedding);
 }

@@ -25,9 +25,8 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
 /* Takes a half-built or zeroed one. */
 void rk_forward_free(rk_forward *f);
 
-/* Take the batch; x (NULL: f->x) becomes the embeddings of its rows. Sets
- * batch->roomy. */
-void rk_forward_begin(rk_forward *f, rk_batch *batch, float *x);
+/* Take the batch; x (NULL: f->x) becomes the embeddings of its rows. */
+void rk_forward_begin(rk_forward *f, const rk_batch *batch, float *x);
 
 /* Run layer `layer` (from 0) over the n rows of the batch, in place on x. */
 void rk_forward_layer(rk_forward *f, int32_t layer, float *x, int32_t n);

@@ -224,7 +224,8 @@ static rk_status run_rows(probe *p, rk_branch *own, int32_t first, int32_t from,
         float *x = p->held + (size_t)(at - first) * width;
         rk_item item = {own, at, at + n, true};
         own->n_computed = at;
-        status = rk_step_open(s, &item, 1, from == 0 ? x : NULL, err);
+        status = from == 0 ? rk_step_open(s, &item, 1, x, err)
+                           : rk_step_reopen(s, &item, 1, err);
         if (status == RK_OK) {
             status = rk_step_layers(s, from, to, x, err);
             rk_step_suspend(s);

@@ -78,6 +78,9 @@ rk_status rk_step_check_room(const rk_session *s, int64_t needed,
  */
 rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
                        float *x, rk_error *err);
+/* The same for rows whose residual stream the caller holds already. */
+rk_status rk_step_reopen(rk_session *s, const rk_item *items, int32_t n_items,
+                         rk_error *err);
 /* Run layers [from, to) over the open step; RK_EINTERRUPTED in between. */
 rk_status rk_step_layers(rk_session *s, int32_t from, int32_t to, float *x,
                          rk_error *err);

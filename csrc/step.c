@@ -166,8 +166,9 @@ static rk_status build(rk_session *s, rk_error *err)
     return status;
 }
 
-rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
-                       float *x, rk_error *err)
+/* Everything but the device's part. */
+static rk_status open_items(rk_session *s, const rk_item *items,
+                            int32_t n_items, rk_error *err)
 {
     rk_step *step = &s->step;
     pin(items, n_items, 1);
@@ -190,13 +191,34 @@ rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
         rk_step_close(s, false);
         return status;
     }
-    rk_forward_begin(&s->forward, &step->batch, x);
     s->clock++;
     s->stats.steps++;
     for (int32_t i = 0; i < n_items; i++) {
         items[i].branch->last_use = s->clock;
     }
     return RK_OK;
+}
+
+rk_status rk_step_open(rk_session *s, const rk_item *items, int32_t n_items,
+                       float *x, rk_error *err)
+{
+    rk_status status = open_items(s, items, n_items, err);
+    if (status == RK_OK) {
+        s->step.batch.roomy = x == NULL; /* the forward's own buffers are */
+        rk_forward_begin(&s->forward, &s->step.batch, x);
+    }
+    return status;
+}
+
+rk_status rk_step_reopen(rk_session *s, const rk_item *items, int32_t n_items,
+                         rk_error *err)
+{
+    rk_status status = open_items(s, items, n_items, err);
+    if (status == RK_OK) {
+        s->step.batch.roomy = false;
+        s->device->ops->begin(s->device, &s->step.batch);
+    }
+    return status;
 }
 
 rk_status rk_step_signal(const rk_session *s, rk_error *err)

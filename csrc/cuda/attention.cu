@@ -38,7 +38,9 @@ template <int DIM, int TILES_OF_16> struct shape {
     static constexpr int STEP = 16 * TILES_OF_16;    /* keys at once */
     static constexpr int TILE = DIM > 128 ? 32 : 64; /* keys of a stage */
     static constexpr int CHUNKS = DIM / 8;           /* of a row */
-    static constexpr int MATRIX = TILE * DIM;        /* elements of K or V */
+    /* Blocks of threads that a processor can hold by their shared memory. */
+    static constexpr int AT_ONCE = DIM > 64 ? 2 : TILES_OF_16 > 1 ? 3 : 4;
+    static constexpr int MATRIX = TILE * DIM; /* elements of K or V */
     static constexpr int STAGE = 2 * MATRIX;
     static constexpr int SHARED =
         (STAGES * STAGE + PAIRS * DIM) * 2; /* bytes */
@@ -129,7 +131,8 @@ copy_tile(const rk_cuda_attention &a, const rk_task &t, int key, element *stage)
 /* Of a warp's pairs: this thread has pairs lane / 4 + 8 i, i < 2 N. */
 template <int N, int DIM> struct state {
     float out[N][DIM / 8][4];
-    float max[2 * N], sum[2 * N]; /* sums are of this thread's keys */
+    float max[2 * N];
+    float sum[N][4]; /* like out, with a value of 1: all columns are equal */
 };
 
 template <class S, int N>
@@ -192,7 +195,16 @@ __device__ __forceinline__ void mask(float s[N][S::STEP / 8][4],
     }
 }
 
-/* Scores become weights; out, max and sum follow. */
+/* Multiply both rows of a fragment. */
+__device__ __forceinline__ void scale_rows(float d[4], float upper, float lower)
+{
+    d[0] *= upper;
+    d[1] *= upper;
+    d[2] *= lower;
+    d[3] *= lower;
+}
+
+/* Scores become weights; out, sum and max follow the new maximum. */
 template <class S, int N, int DIM>
 __device__ __forceinline__ void soften(float s[N][S::STEP / 8][4],
                                        state<N, DIM> &w, float scale)
@@ -217,34 +229,31 @@ __device__ __forceinline__ void soften(float s[N][S::STEP / 8][4],
         moved = moved || max != w.max[r];
         w.max[r] = max;
         const float from = max == -INFINITY ? 0.0f : max;
-        float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < S::STEP / 8; j++) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &x = s[r / 2][j][r % 2 * 2 + e];
                 x = exp2f(x - from);
-                sum += x;
             }
         }
-        w.sum[r] = w.sum[r] * shrink[r] + sum;
     }
     if (__any_sync(RK_ALL_LANES, moved)) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
+            scale_rows(w.sum[i], shrink[2 * i], shrink[2 * i + 1]);
 #pragma unroll
             for (int j = 0; j < DIM / 8; j++) {
-                w.out[i][j][0] *= shrink[2 * i];
-                w.out[i][j][1] *= shrink[2 * i];
-                w.out[i][j][2] *= shrink[2 * i + 1];
-                w.out[i][j][3] *= shrink[2 * i + 1];
+                scale_rows(w.out[i][j], shrink[2 * i], shrink[2 * i + 1]);
             }
         }
     }
 }
 
 /* out += weights values. The weights' fragments as results of mma are, in
- * 16-bit pairs, those that mma wants as its first operand. */
+ * 16-bit pairs, those that mma wants as its first operand. Their sums take the
+ * rounded weights too, so what is rounded away moves results by no more than
+ * values differ. */
 template <class S, int N, int DIM>
 __device__ __forceinline__ void add_values(state<N, DIM> &w,
                                            float s[N][S::STEP / 8][4],
@@ -252,6 +261,8 @@ __device__ __forceinline__ void add_values(state<N, DIM> &w,
 {
     const int lane = threadIdx.x % RK_WARP;
     const int matrix = lane / 8, row = lane % 8;
+    const uint32_t one = rk_pack<element>(1.0f, 1.0f);
+    const uint32_t ones[2] = {one, one};
 #pragma unroll
     for (int j = 0; j < S::STEP / 16; j++) {
         uint32_t p[N][4];
@@ -261,6 +272,7 @@ __device__ __forceinline__ void add_values(state<N, DIM> &w,
             p[i][1] = rk_pack<element>(s[i][2 * j][2], s[i][2 * j][3]);
             p[i][2] = rk_pack<element>(s[i][2 * j + 1][0], s[i][2 * j + 1][1]);
             p[i][3] = rk_pack<element>(s[i][2 * j + 1][2], s[i][2 * j + 1][3]);
+            rk_mma(w.sum[i], p[i], ones, element());
         }
 #pragma unroll
         for (int d = 0; d < S::CHUNKS; d += 2) {
@@ -298,12 +310,9 @@ __device__ __forceinline__ void leave(const state<N, DIM> &w, const layout &l,
 #pragma unroll
     for (int r = 0; r < 2 * N; r++) {
         const int row = first + lane / 4 + 8 * r;
-        float sum = w.sum[r];
-        sum += __shfl_xor_sync(RK_ALL_LANES, sum, 1);
-        sum += __shfl_xor_sync(RK_ALL_LANES, sum, 2);
         if (lane % 4 == 0) {
             ends[row][0] = w.max[r];
-            ends[row][1] = sum;
+            ends[row][1] = w.sum[r / 2][r % 2 * 2];
         }
 #pragma unroll
         for (int j = 0; j < DIM / 8; j++) {
@@ -371,7 +380,7 @@ send(const rk_cuda_attention &a, const rk_task &t, const layout &l,
 /* ---- the kernel ---------------------------------------------------------- */
 
 template <int DIM, int N>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, (shape<DIM, N>::AT_ONCE))
     attend(const rk_cuda_attention a, float scale)
 {
     using S = shape<DIM, N>;
