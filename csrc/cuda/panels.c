@@ -141,10 +141,10 @@ static int32_t common_end(const rk_panels *panels, const rk_panel *a,
     if (a->blocks == b->blocks) {
         return end;
     }
-    while (block * bt < end && a->blocks[block] == b->blocks[block]) {
+    while ((int64_t)block * bt < end && a->blocks[block] == b->blocks[block]) {
         block++;
     }
-    return rk_least(end, block * bt);
+    return rk_least(end, (int32_t)((int64_t)block * bt));
 }
 
 /* Give all below panel `from` to `to`. */

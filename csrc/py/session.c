@@ -252,6 +252,13 @@ static int make_locks(session_object *self)
     return 0;
 }
 
+/* Products on the GPU read plain types alone. */
+static bool gpu_takes(rk_type type)
+{
+    (void)type;
+    return false;
+}
+
 static PyObject *session_new(PyTypeObject *type, PyObject *args,
                              PyObject *kwargs)
 {
@@ -283,8 +290,8 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     if (make_locks(self) < 0 || find_main_thread(&self->main_thread) < 0 ||
         (ordinal >= 0 && open_gpu(self, ordinal) < 0) ||
         rk_weights_bind(&self->weights, a.weights, a.config, compute,
-                        rk_cpu_takes, options.n_threads,
-                        state->tensor_type) < 0) {
+                        ordinal < 0 ? rk_cpu_takes : gpu_takes,
+                        options.n_threads, state->tensor_type) < 0) {
         goto fail;
     }
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
