@@ -39,7 +39,7 @@ __device__ __forceinline__ rk_task rk_task_of(const rk_cuda_attention &a,
     return t;
 }
 
-/* Keys [begin, end) that a pair uses, among all. */
+/* Keys [begin, end) that a pair uses, of the unit's and those before. */
 struct rk_keys {
     int begin, end;
 };
@@ -53,7 +53,7 @@ __device__ __forceinline__ rk_keys rk_pair_keys(const rk_cuda_attention &a,
     if (pair < t.unit.pair_end) {
         const int position = a.positions[pair / t.group];
         keys.begin = a.window > 0 ? max(0, position + 1 - a.window) : 0;
-        keys.end = position + 1;
+        keys.end = min(t.key_end, position + 1);
     }
     return keys;
 }

@@ -121,8 +121,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             for (int i = 0; i < MINE; i++) {
                 const bool used =
                     key + lane >= use[i].begin && key + lane < use[i].end;
-                const float s =
-                    used && lane < n_keys ? p[i] * scale : -INFINITY;
+                const float s = used ? p[i] * scale : -INFINITY;
                 const float top = fmaxf(max[i], rk_warp_max(s));
                 const float by =
                     max[i] == -INFINITY ? 0.0f : expf(max[i] - top);
