@@ -199,9 +199,8 @@ rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
 
 /* ---- branches ------------------------------------------------------------ */
 
-rk_status rk_session_prefill(rk_session *s, rk_branch **out,
-                             const int32_t *tokens, int32_t n_tokens,
-                             rk_error *err)
+rk_status rk_session_add(rk_session *s, rk_branch **out, const int32_t *tokens,
+                         int32_t n_tokens, rk_error *err)
 {
     *out = NULL;
     if (n_tokens < 1) {
@@ -212,20 +211,28 @@ rk_status rk_session_prefill(rk_session *s, rk_branch **out,
     if (status != RK_OK) {
         return status;
     }
-    rk_branch *branch = NULL;
     int32_t n_reused = 0;
-    status = rk_tree_add(&s->tree, &branch, tokens, n_tokens, &n_reused, err);
-    if (status != RK_OK) {
-        return status;
-    }
-    status = rk_session_compute(s, &branch, 1, err);
-    if (status != RK_OK) {
-        rk_tree_drop(&s->tree, branch);
-        return status;
-    }
+    status = rk_tree_add(&s->tree, out, tokens, n_tokens, &n_reused, err);
     s->stats.tokens_reused += n_reused;
-    *out = branch;
-    return RK_OK;
+    return status;
+}
+
+rk_status rk_session_prefill(rk_session *s, rk_branch **out,
+                             const int32_t *tokens, int32_t n_tokens,
+                             rk_error *err)
+{
+    int64_t reused_before = s->stats.tokens_reused;
+    rk_status status = rk_session_add(s, out, tokens, n_tokens, err);
+    if (status != RK_OK) {
+        return status;
+    }
+    status = rk_session_compute(s, out, 1, err);
+    if (status != RK_OK) {
+        rk_tree_drop(&s->tree, *out);
+        *out = NULL;
+        s->stats.tokens_reused = reused_before;
+    }
+    return status;
 }
 
 rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
@@ -389,6 +396,33 @@ rk_status rk_session_logits(rk_session *s, rk_branch *branch, float *logits,
     return status;
 }
 
+rk_status rk_session_logits_at(rk_session *s, rk_branch *branch, int32_t begin,
+                               int32_t end, float *logits, rk_error *err)
+{
+    rk_status status = rk_session_compute(s, &branch, 1, err);
+    while (begin < end && status == RK_OK) {
+        int32_t n = end - begin;
+        n = n < s->options.step_tokens ? n : s->options.step_tokens;
+        n = n < RK_MAX_OUTPUTS ? n : RK_MAX_OUTPUTS;
+        rk_item item = {branch, begin, begin + n, false};
+        status = rk_step_open(s, &item, 1, NULL, err);
+        if (status != RK_OK) {
+            break;
+        }
+        status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
+        if (status == RK_OK) {
+            for (int32_t i = 0; i < n; i++) {
+                s->step.rows[i] = s->step.first_rows[0] + i;
+            }
+            rk_forward_logits(&s->forward, s->step.rows, n, logits);
+        }
+        rk_step_close(s, status == RK_OK);
+        logits += (size_t)n * (size_t)s->model.config.vocab_size;
+        begin += n;
+    }
+    return status;
+}
+
 rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *hidden,
                             rk_error *err)
 {
@@ -415,7 +449,7 @@ rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *hidden,
 static rk_status score_first(rk_session *s, rk_branch *branch,
                              const int32_t *const *continuations,
                              const int32_t *lengths, int32_t n,
-                             float *const *logprobs, rk_error *err)
+                             rk_pick *const *picks, rk_error *err)
 {
     rk_status status = open_peek(s, branch, err);
     if (status != RK_OK) {
@@ -437,7 +471,7 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
         for (int32_t j = 0; j < m && status == RK_OK; j++) {
             status = rk_session_check_pick(&s->step.picks[j], branch,
                                            branch->n_tokens - 1, err);
-            logprobs[s->outputs[j]][0] = s->step.picks[j].logprob;
+            picks[s->outputs[j]][0] = s->step.picks[j];
         }
     }
     rk_step_close(s, status == RK_OK);
@@ -448,7 +482,7 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
  * continuation, which begins at position `at` of the child. */
 static rk_status score_rows(rk_session *s, rk_branch *const *children,
                             int32_t at, const int32_t *const *continuations,
-                            float *const *logprobs, rk_error *err)
+                            rk_pick *const *picks, rk_error *err)
 {
     const rk_step *step = &s->step;
     int32_t m = 0, child = 0;
@@ -470,7 +504,7 @@ static rk_status score_rows(rk_session *s, rk_branch *const *children,
     for (int32_t j = 0; j < m && status == RK_OK; j++) {
         status = rk_session_check_pick(&step->picks[j], children[s->outputs[j]],
                                        at + step->source[j] - 1, err);
-        logprobs[s->outputs[j]][step->source[j]] = step->picks[j].logprob;
+        picks[s->outputs[j]][step->source[j]] = step->picks[j];
     }
     return status;
 }
@@ -479,7 +513,7 @@ static rk_status score_rows(rk_session *s, rk_branch *const *children,
 static rk_status score_rest(rk_session *s, rk_branch *const *children,
                             int32_t n, int32_t at,
                             const int32_t *const *continuations,
-                            float *const *logprobs, rk_error *err)
+                            rk_pick *const *picks, rk_error *err)
 {
     rk_status status = RK_OK;
     while (status == RK_OK) {
@@ -493,7 +527,7 @@ static rk_status score_rest(rk_session *s, rk_branch *const *children,
         }
         status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
         if (status == RK_OK) {
-            status = score_rows(s, children, at, continuations, logprobs, err);
+            status = score_rows(s, children, at, continuations, picks, err);
         }
         rk_step_close(s, status == RK_OK);
     }
@@ -517,7 +551,7 @@ static int32_t group_size(const rk_session *s, const int32_t *lengths,
 static rk_status score_group(rk_session *s, rk_branch *branch,
                              const int32_t *const *continuations,
                              const int32_t *lengths, int32_t n,
-                             float *const *logprobs, rk_error *err)
+                             rk_pick *const *picks, rk_error *err)
 {
     rk_branch **children = calloc((size_t)n, sizeof(rk_branch *));
     if (children == NULL) {
@@ -534,7 +568,7 @@ static rk_status score_group(rk_session *s, rk_branch *branch,
         }
     }
     if (status == RK_OK) {
-        status = score_rest(s, children, n, at, continuations, logprobs, err);
+        status = score_rest(s, children, n, at, continuations, picks, err);
     }
     while (made > 0) {
         rk_tree_drop(&s->tree, children[--made]);
@@ -546,7 +580,7 @@ static rk_status score_group(rk_session *s, rk_branch *branch,
 rk_status rk_session_score(rk_session *s, rk_branch *branch,
                            const int32_t *const *continuations,
                            const int32_t *lengths, int32_t n,
-                           float *const *logprobs, rk_error *err)
+                           rk_pick *const *picks, rk_error *err)
 {
     rk_status status = rk_session_check_branch(branch, err);
     for (int32_t i = 0; i < n && status == RK_OK; i++) {
@@ -554,15 +588,14 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
                                          lengths[i], branch->n_tokens, err);
     }
     if (status == RK_OK && n > 0) {
-        status =
-            score_first(s, branch, continuations, lengths, n, logprobs, err);
+        status = score_first(s, branch, continuations, lengths, n, picks, err);
     }
     int32_t limit = n;
     for (int32_t i = 0, size; i < n && status == RK_OK; i += size) {
         size = group_size(s, lengths, i, n);
         size = size < limit ? size : limit;
         status = score_group(s, branch, continuations + i, lengths + i, size,
-                             logprobs + i, err);
+                             picks + i, err);
         if (status == RK_ECAPACITY && size > 1) {
             limit = size / 2; /* fewer at a time may fit */
             size = 0;

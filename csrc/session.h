@@ -43,7 +43,13 @@ void rk_session_free(rk_session *session);
 
 /* ---- branches ----------------------------------------------------------- */
 
-/* Compute the prompt's KV (what is not found in the index); one new branch. */
+/* One new branch with these tokens; KV that the index knows is shared, the rest
+ * is computed when it is needed. */
+rk_status rk_session_add(rk_session *session, rk_branch **out,
+                         const int32_t *tokens, int32_t n_tokens,
+                         rk_error *err);
+
+/* The same, and its KV is computed now. */
 rk_status rk_session_prefill(rk_session *session, rk_branch **out,
                              const int32_t *tokens, int32_t n_tokens,
                              rk_error *err);
@@ -72,6 +78,11 @@ void rk_session_invalidate(rk_session *session);
 /* The next token's logits: float32 (vocab,). */
 rk_status rk_session_logits(rk_session *session, rk_branch *branch,
                             float *logits, rk_error *err);
+/* Logits of what follows each of the branch's tokens [begin, end): float32 (end
+ * - begin, vocab). */
+rk_status rk_session_logits_at(rk_session *session, rk_branch *branch,
+                               int32_t begin, int32_t end, float *logits,
+                               rk_error *err);
 /* Residual stream of the last token after each layer: float32 (layers, width).
  */
 rk_status rk_session_hidden(rk_session *session, rk_branch *branch,
@@ -151,12 +162,13 @@ void rk_session_undo(rk_session *session, rk_branch *branch, int32_t n_tokens);
 
 /* ---- scoring, verification, selection ------------------------------------ */
 
-/* Natural log-probability of every token of the continuations of one branch,
- * teacher-forced, batched; logprobs[i]: (lengths[i],). */
+/* Every token of the continuations of one branch as a pick (its
+ * log-probability, and the token that would have been the most likely one),
+ * teacher-forced, batched; picks[i]: (lengths[i],). */
 rk_status rk_session_score(rk_session *session, rk_branch *branch,
                            const int32_t *const *continuations,
                            const int32_t *lengths, int32_t n,
-                           float *const *logprobs, rk_error *err);
+                           rk_pick *const *picks, rk_error *err);
 
 typedef enum rk_lens { RK_LENS_NONE = 0, RK_LENS_ANSWER, RK_LENS_FULL } rk_lens;
 

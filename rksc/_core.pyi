@@ -143,7 +143,7 @@ class Session:
     @property
     def copied_bytes(self) -> int:
         """Bytes of weights that could not be used in place and were converted."""
-    def _prefill(self, tokens: Tokens) -> Branch: ...
+    def _prefill(self, tokens: Tokens, compute: bool = True) -> Branch: ...
     def _prefill_similar(
         self,
         root: Branch,
@@ -228,7 +228,11 @@ class Session:
         CGEE's fields (options.CGEE.__dict__), None: verify all in full."""
     def _score(
         self, branch: Branch, continuations: Sequence[Tokens]
-    ) -> list[NDArray[np.float32]]: ...
+    ) -> list[tuple[NDArray[np.float32], NDArray[np.int32]]]:
+        """(logprobs, tops) of each: tops are the tokens that would have been most likely."""
+    def _logits_at(self, branch: Branch, begin: int, end: int) -> NDArray[np.float32]:
+        """Logits after each of the branch's tokens [begin, end), which are cut to what is
+        there: float32 (end - begin, vocabulary). In batches."""
     def _prompt_means(self, tokens: Tokens, begin: int, end: int) -> NDArray[np.float32]:
         """Mean residual stream after each layer over positions [begin, end)."""
     def invalidate(self) -> None:

@@ -1,4 +1,4 @@
-"""The `rksc` command: solve, bench, doctor, demo."""
+"""The `rksc` command: solve, serve, bench, doctor, demo, lm-eval."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ _CGEE = {"safe": CGEE(), "fast": CGEE.fast(), "paper": CGEE.paper(), "off": None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status: 0, 1 for a failed check, 2 for an error."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # The harness reads its own options.
+    rest = given[1:] if given[:1] == ["lm-eval"] else []
+    options = _parser().parse_args(given[:1] if rest else given)
+    options.rest = rest
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -77,6 +81,19 @@ def _parser() -> argparse.ArgumentParser:
     s.add_argument("--json", action="store_true", help="print the result as JSON")
     s.add_argument("--html", type=_new_file, metavar="FILE", help="also write the tree as HTML")
     s.set_defaults(run=_solve)
+
+    v = commands.add_parser("serve", parents=[engine], help="OpenAI's HTTP API on a model")
+    v.add_argument("model", help="a Hugging Face folder or a .gguf file")
+    v.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
+    v.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one")
+    v.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
+    v.add_argument("--max-rows", type=int, default=64, help="samples that run at once")
+    v.set_defaults(run=_serve)
+
+    e = commands.add_parser(
+        "lm-eval", add_help=False, help="lm-evaluation-harness, with --model rksc known to it"
+    )
+    e.set_defaults(run=_lm_eval)
 
     b = commands.add_parser("bench", parents=[engine], help="shared prefix against No-KV")
     add_bench_options(b)
@@ -184,6 +201,34 @@ def as_json(solution: Solution) -> dict[str, Any]:
         ],
         "phases": [vars(phase) for phase in solution.phases],
     }  # fmt: skip
+
+
+# ---- serve, lm-eval ----------------------------------------------------------------------------
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from .serve import serve
+    except ImportError as error:
+        raise ImportError(f"{error.name} is missing: pip install 'rksc[serve]'") from None
+    from .clients._engine import Engine
+
+    model = load(options.model)
+    serve(
+        Engine(model, max_rows=options.max_rows, kv_bytes=options.kv, **_engine(options)),
+        options.host,
+        options.port,
+    )
+    return 0
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    try:
+        from .clients.lm_eval import main as harness
+    except ImportError as error:
+        raise ImportError(f"{error.name} is missing: pip install 'rksc[lm-eval]'") from None
+    harness(options.rest)
+    return 0
 
 
 # ---- bench -------------------------------------------------------------------------------------

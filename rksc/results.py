@@ -58,6 +58,8 @@ class Token:
     """Text that became final with this token: whole characters, never part of a stop string."""
     error: Exception | None = None
     """Why this request could not go on (a CapacityError, for one); a stream raises it."""
+    stop: str | int | None = None
+    """With the last one: the stop string or stop id that ended it."""
 
 
 @dataclass(frozen=True)

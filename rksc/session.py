@@ -212,20 +212,26 @@ class BranchSession(_core.Session):
     # ---- branches --------------------------------------------------------------------------
 
     def prefill(
-        self, tokens: Text, *, similar_to: Branch | None = None, suffix: Text | None = None
+        self,
+        tokens: Text,
+        *,
+        similar_to: Branch | None = None,
+        suffix: Text | None = None,
+        compute: bool = True,
     ) -> Branch:
         """A branch with this prompt, its KV computed but for what an earlier one left.
 
         Text gets the model's BOS (once); tokens are taken as they are. suffix follows the
         prompt and gets no BOS. With `similar_to` and `session.asks` the branch stands on that
         branch's KV when the gate accepts: then `branch.tokens` are those of the root and the
-        suffix, `branch.prompt` its own wording and `branch.gate` the decision.
+        suffix, `branch.prompt` its own wording and `branch.gate` the decision. compute=False
+        leaves the KV to be computed when it is needed; `branch.n_computed` tells what was found.
         """
         own = self.encode(tokens, bos=None)
         tail: Tokens = () if suffix is None else self.encode(suffix, field="suffix")
         if similar_to is not None and self._asks is not None:
             return self._prefill_similar_to(similar_to, own, tail, self._asks)
-        branch = self._prefill(own)
+        branch = self._prefill(own, compute)
         if len(tail):
             branch.extend(tail)
         return branch
@@ -377,11 +383,7 @@ class BranchSession(_core.Session):
         text = None
         if self._token_bytes is not None:
             text = final_text(self._token_bytes, tokens, stop_bytes)
-        stopped: str | int | None = None
-        if reason == "stop":
-            stopped = plan.stop[stop_index]
-        elif reason == "eos":
-            stopped = plan.stop_ids[stop_index]
+        stopped = plan.stopped_by(reason, stop_index)
         return Generation(
             branch, tokens, top_probs, logprobs, entropies, confidence, reason, stopped, text
         )
@@ -552,7 +554,8 @@ class BranchSession(_core.Session):
         """
         if isinstance(continuations, str):
             raise ValueError("continuations must be a sequence of texts or tokens, got one text")
-        return self._score(branch, [self.encode(c, field="continuations") for c in continuations])
+        tokens = [self.encode(c, field="continuations") for c in continuations]
+        return [logprobs for logprobs, _ in self._score(branch, tokens)]
 
     def verify(
         self,
@@ -637,6 +640,12 @@ class _Plan:
     def stop_strings(self) -> list[bytes]:
         return [text.encode() for text in self.stop]
 
+    def stopped_by(self, reason: str | None, index: int) -> str | int | None:
+        """The stop string or stop id of an end, None for other ends."""
+        if reason == "stop":
+            return self.stop[index]
+        return self.stop_ids[index] if reason == "eos" else None
+
     def arguments(self) -> tuple[Any, ...]:
         """As `_generate` and `_submit` take them."""
         s, cgee = self.sampling, self.cgee
@@ -677,8 +686,9 @@ class _Request:
                 piece += self.text.finish(stop_bytes)
         if finish is not None:
             self.end = (finish, stop_bytes, stop_index)
+        stop = self.plan.stopped_by(finish, stop_index)
         self.waiting.append(
-            Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error)
+            Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error, stop)
         )
 
 

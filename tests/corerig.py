@@ -21,6 +21,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 
+PICK = np.dtype(
+    [("token", "i4"), ("top", "i4")]
+    + [(name, "f4") for name in ("logprob", "top_prob", "entropy", "top_logprob")]
+)
+"""rk_pick"""
+
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, POSITIONS = 3, 32, 4, 2, 8, 48, 29, 96
 
 # ---- session.h, tree.h -------------------------------------------------------------------------
@@ -497,11 +503,11 @@ class Core:
     def score(self, branch: Handle, continuations: Sequence[Sequence[int]]) -> list[Floats]:
         n = len(continuations)
         held = [ints(t) for t in continuations]
-        out = [np.full(max(len(t), 1), np.nan, np.float32) for t in continuations]
+        out = [np.zeros(max(len(t), 1), PICK) for t in continuations]
         places = (c.c_void_p * max(n, 1))(*(o.ctypes.data for o in out))
         lengths = ints([len(t) for t in continuations])
         self.call("score", branch, pointers(held), lengths, c.c_int32(n), places)
-        return [o[: len(t)] for o, t in zip(out, continuations, strict=True)]
+        return [o["logprob"][: len(t)].copy() for o, t in zip(out, continuations, strict=True)]
 
     def verify(
         self,

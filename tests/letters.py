@@ -30,7 +30,7 @@ PIECES += [b"~%d~" % i for i in range(97 - len(PIECES))]
 
 
 class Letters:
-    """What BranchSession and Wordings ask of a rksc.Tokenizer."""
+    """What BranchSession, Wordings and clients ask of a rksc.Tokenizer."""
 
     bos_id = BOS
 
@@ -57,8 +57,9 @@ class Letters:
         wanted = self.adds_bos if bos is None else bos
         return [BOS, *ids] if wanted and ids[:1] != [BOS] else ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(PIECES[i] for i in ids).decode(errors="replace")
+    def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
+        names = {i: name.encode() for i, name in SPECIAL.items()} if special else {}
+        return b"".join(names.get(i, PIECES[i]) for i in ids).decode(errors="replace")
 
     def chat(self, messages: Sequence[Any], **options: Any) -> str:
         return render(CHAT, messages, **options)

@@ -55,6 +55,7 @@ def missing_names(text: str) -> list[str]:
     """rksc.name in code that the package does not export; modules and file names may stand."""
     found = set(re.findall(r"\brksc\.([A-Za-z]\w*)", text))
     modules = {path.stem for path in (ROOT / "rksc").glob("*.py")} | {"_core", "gguf", "h", "c"}
+    modules |= {path.parent.name for path in (ROOT / "rksc").glob("*/__init__.py")}
     return sorted(name for name in found - modules if not hasattr(rksc, name))
 
 

@@ -182,6 +182,41 @@ def test_a_suffix_is_a_fork_in_all_but_name(session: BranchSession) -> None:
     assert np.array_equal(session.prefill(prompt, suffix=[7, 8]).logits, forked.logits)
 
 
+def test_logits_of_many_positions(session: BranchSession) -> None:
+    """Those of each prefix alone, to the bit; spans are cut to the tokens."""
+    tokens = T4.tokens(90)
+    branch = session.prefill(tokens)
+    got = session._logits_at(branch, 3, 500)
+    assert got.shape == (87, T4.vocab)
+    for i in (3, 15, 66, 89):
+        assert np.array_equal(got[i - 3], branch.fork(1, at=i + 1)[0].logits)
+    assert session._logits_at(branch, 90, 95).shape == (0, T4.vocab)
+    with pytest.raises(ValueError, match="end"):
+        session._logits_at(branch, 5, 4)
+
+
+def test_a_prompt_may_wait_to_be_computed(session: BranchSession) -> None:
+    tokens = T4.tokens(50)
+    first = session.prefill(tokens, compute=False)
+    assert (first.n_tokens, first.n_computed) == (50, 0)
+    assert session.stats().tokens_computed == 0
+    expected = session.prefill(tokens).logits
+    second = session.prefill(tokens, compute=False)
+    assert second.n_computed == 48
+    assert np.array_equal(first.logits, expected)
+    assert np.array_equal(second.logits, expected)
+
+
+def test_scores_tell_the_most_likely_tokens(session: BranchSession) -> None:
+    root = session.prefill(T4.tokens(20))
+    continuation = T4.tokens(9, seed=1)
+    (_, tops), (_, none) = session._score(root, [continuation, []])
+    rows = T4.reference.forward([*T4.tokens(20), *continuation]).logits[19:-1]
+    assert tops.dtype == np.int32
+    assert tops.tolist() == rows.argmax(1).tolist()
+    assert none.size == 0
+
+
 def test_score_is_the_log_softmax(session: BranchSession) -> None:
     root = session.prefill(T4.tokens(10))
     first, second = session.score(root, [[5, 6], "abcYES"])

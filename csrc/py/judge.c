@@ -220,63 +220,102 @@ PyObject *rk_session_py_verify(session_object *self, PyObject *args,
 
 /* ---- scoring ------------------------------------------------------------- */
 
-/* An array for each continuation; their memory in out: (n,). */
-static PyObject *score_arrays(const rk_token_lists *lists, float **out)
+static void picks_free(rk_pick **picks, int32_t n)
 {
-    PyObject *arrays = PyList_New(lists->n);
+    for (int32_t i = 0; picks != NULL && i < n; i++) {
+        PyMem_RawFree(picks[i]);
+    }
+    PyMem_RawFree(picks);
+}
 
-    for (int32_t i = 0; arrays != NULL && i < lists->n; i++) {
-        PyObject *array = rk_array_float32(lists->lengths[i], &out[i]);
+/* (n_lists,) arrays of picks, one for each token; NULL with an exception. */
+static rk_pick **picks_new(const rk_token_lists *lists)
+{
+    rk_pick **picks = PyMem_RawCalloc((size_t)lists->n + 1, sizeof *picks);
+    bool failed = picks == NULL;
 
-        if (array == NULL) {
-            Py_CLEAR(arrays);
+    for (int32_t i = 0; i < lists->n && !failed; i++) {
+        picks[i] =
+            PyMem_RawCalloc((size_t)lists->lengths[i] + 1, sizeof **picks);
+        failed = picks[i] == NULL;
+    }
+    if (failed) {
+        picks_free(picks, lists->n);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    return picks;
+}
+
+/* (logprobs, tops) of one continuation. */
+static PyObject *picks_tuple(const rk_pick *picks, int32_t n)
+{
+    float *logprobs;
+    int32_t *tops;
+    PyObject *first = rk_array_float32(n, &logprobs);
+    PyObject *second = first != NULL ? rk_array_int32(n, &tops) : NULL;
+
+    if (second == NULL) {
+        Py_XDECREF(first);
+        return NULL;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        logprobs[i] = picks[i].logprob;
+        tops[i] = picks[i].top;
+    }
+    return Py_BuildValue("(NN)", first, second);
+}
+
+static PyObject *picks_list(rk_pick *const *picks, const rk_token_lists *lists)
+{
+    PyObject *list = PyList_New(lists->n);
+
+    for (int32_t i = 0; list != NULL && i < lists->n; i++) {
+        PyObject *item = picks_tuple(picks[i], lists->lengths[i]);
+
+        if (item == NULL) {
+            Py_CLEAR(list);
             return NULL;
         }
-        PyList_SET_ITEM(arrays, i, array);
+        PyList_SET_ITEM(list, i, item);
     }
-    return arrays;
+    return list;
 }
 
 static PyObject *score(session_object *self, branch_object *branch,
                        const rk_token_lists *lists)
 {
-    float **out = PyMem_RawCalloc((size_t)lists->n + 1, sizeof *out);
-    PyObject *arrays = NULL;
-    rk_branch *place;
+    rk_pick **picks = picks_new(lists);
+    rk_branch *place = picks != NULL ? rk_branch_enter(branch) : NULL;
+    PyObject *list = NULL;
     rk_visitor visitor;
     rk_error err = {0};
     rk_status status;
 
-    if (out == NULL) {
-        return PyErr_NoMemory();
-    }
-    arrays = score_arrays(lists, out);
-    place = arrays != NULL ? rk_branch_enter(branch) : NULL;
     if (place == NULL) {
-        Py_CLEAR(arrays);
-        goto done;
+        picks_free(picks, lists->n);
+        return NULL;
     }
     rk_long_begin(self, &visitor);
     status = rk_session_score(self->engine, place,
                               (const int32_t *const *)lists->ids,
-                              lists->lengths, lists->n, out, &err);
+                              lists->lengths, lists->n, picks, &err);
     rk_long_end(self, &visitor);
     rk_session_leave(self);
-    if (status != RK_OK) {
-        Py_CLEAR(arrays);
+    if (status == RK_OK) {
+        list = picks_list(picks, lists);
+    } else {
         rk_raise(self->state, &err);
     }
-
-done:
-    PyMem_RawFree(out);
-    return arrays;
+    picks_free(picks, lists->n);
+    return list;
 }
 
 PyObject *rk_session_py_score(session_object *self, PyObject *args,
                               PyObject *kwargs)
 {
     static char *keywords[] = {"branch", "continuations", NULL};
-    PyObject *object, *continuations, *arrays;
+    PyObject *object, *continuations, *scores;
     branch_object *branch;
     rk_token_lists lists;
 
@@ -290,9 +329,56 @@ PyObject *rk_session_py_score(session_object *self, PyObject *args,
                             "continuations") < 0) {
         return NULL;
     }
-    arrays = score(self, branch, &lists);
+    scores = score(self, branch, &lists);
     rk_token_lists_free(&lists);
-    return arrays;
+    return scores;
+}
+
+/* ---- logits of many positions -------------------------------------------- */
+
+PyObject *rk_session_py_logits_at(session_object *self, PyObject *args,
+                                  PyObject *kwargs)
+{
+    static char *keywords[] = {"branch", "begin", "end", NULL};
+    PyObject *object, *begin_object, *end_object, *array = NULL;
+    branch_object *branch;
+    rk_branch *place;
+    rk_error err = {0};
+    rk_status status = RK_OK;
+    int32_t begin, end;
+    float *out;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:_logits_at", keywords,
+                                     &object, &begin_object, &end_object)) {
+        return NULL;
+    }
+    branch = rk_branch_read(self, object, "branch");
+    if (branch == NULL ||
+        rk_int_read(&begin, begin_object, "begin", 0, INT32_MAX) < 0 ||
+        rk_int_read(&end, end_object, "end", begin, INT32_MAX) < 0) {
+        return NULL;
+    }
+    place = rk_branch_enter(branch);
+    if (place == NULL) {
+        return NULL;
+    }
+    end = end < place->n_tokens ? end : place->n_tokens;
+    begin = begin < end ? begin : end;
+    array = rk_array_float32_2d(end - begin, self->vocab_size, &out);
+    if (array != NULL) {
+        rk_visitor visitor;
+
+        rk_long_begin(self, &visitor);
+        status =
+            rk_session_logits_at(self->engine, place, begin, end, out, &err);
+        rk_long_end(self, &visitor);
+    }
+    rk_session_leave(self);
+    if (array != NULL && status != RK_OK) {
+        Py_DECREF(array);
+        return rk_raise(self->state, &err);
+    }
+    return array;
 }
 
 /* ---- ASKS

@@ -163,6 +163,8 @@ PyObject *rk_session_py_generate(session_object *self, PyObject *args,
 
 PyObject *rk_session_py_verify(session_object *self, PyObject *args,
                                PyObject *kwargs);
+PyObject *rk_session_py_logits_at(session_object *self, PyObject *args,
+                                  PyObject *kwargs);
 PyObject *rk_session_py_score(session_object *self, PyObject *args,
                               PyObject *kwargs);
 PyObject *rk_session_py_prompt_means(session_object *self, PyObject *args,

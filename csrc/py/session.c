@@ -363,17 +363,18 @@ static void session_dealloc(session_object *self)
 static PyObject *session_prefill(session_object *self, PyObject *args,
                                  PyObject *kwargs)
 {
-    static char *keywords[] = {"tokens", NULL};
+    static char *keywords[] = {"tokens", "compute", NULL};
     rk_tokens tokens;
     rk_branch *made = NULL;
+    int compute = 1;
     branch_object *branch;
     rk_visitor visitor;
     rk_error err = {0};
     rk_status status;
     PyObject *object;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:_prefill", keywords,
-                                     &object) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:_prefill", keywords,
+                                     &object, &compute) ||
         rk_tokens_read(&tokens, object, self->vocab_size, "tokens") < 0) {
         return NULL;
     }
@@ -384,8 +385,8 @@ static PyObject *session_prefill(session_object *self, PyObject *args,
         return NULL;
     }
     rk_long_begin(self, &visitor);
-    status =
-        rk_session_prefill(self->engine, &made, tokens.ids, tokens.n, &err);
+    status = (compute ? rk_session_prefill : rk_session_add)(
+        self->engine, &made, tokens.ids, tokens.n, &err);
     rk_long_end(self, &visitor);
     if (status == RK_OK) {
         rk_branch_bind(branch, made);
@@ -615,7 +616,8 @@ static PyMemberDef MEMBERS[] = {
 
 static PyMethodDef METHODS[] = {
     {"_prefill", KEYWORDS(session_prefill), WITH_KEYWORDS,
-     "_prefill($self, /, tokens)\n--\n\nA branch with these tokens, computed."},
+     "_prefill($self, /, tokens, compute=True)\n--\n\n"
+     "A branch with these tokens, computed now or when needed."},
     {"_prefill_similar", KEYWORDS(rk_session_py_prefill_similar), WITH_KEYWORDS,
      "_prefill_similar($self, /, root, tokens, suffix, probe, pool, "
      "probe_layers, tau, alpha, center, allowed)\n--\n\n"
@@ -639,7 +641,11 @@ static PyMethodDef METHODS[] = {
      "Score branches by p(yes) / (p(yes) + p(no)) after the prompt."},
     {"_score", KEYWORDS(rk_session_py_score), WITH_KEYWORDS,
      "_score($self, /, branch, continuations)\n--\n\n"
-     "Log-probabilities of every token of each continuation."},
+     "(logprobs, tops) of the tokens of each continuation."},
+    {"_logits_at", KEYWORDS(rk_session_py_logits_at), WITH_KEYWORDS,
+     "_logits_at($self, /, branch, begin, end)\n--\n\n"
+     "Logits after each of the tokens [begin, end), which are cut to what is "
+     "there."},
     {"_prompt_means", KEYWORDS(rk_session_py_prompt_means), WITH_KEYWORDS,
      "_prompt_means($self, /, tokens, begin, end)\n--\n\n"
      "Mean residual stream after each layer over positions [begin, end)."},

@@ -1,0 +1,87 @@
+"""Tree of Thoughts on the Game of 24, through the OpenAI-shaped client. python game24.py [MODEL]
+
+Each step proposes ways to combine two numbers (one prompt for each state) and values what is left
+(three samples each). The prompts have long examples in common, which are computed once.
+"""
+
+import re
+import sys
+
+import rksc
+from rksc.clients import OpenAI
+from rksc.demo import best_dtype, find_model
+
+PROPOSE = """Use numbers and basic arithmetic to reach 24. Each step combines two of the numbers.
+Input: 2 8 8 14
+Possible next steps:
+2 + 8 = 10 (left: 8 10 14)
+8 / 2 = 4 (left: 4 8 14)
+14 + 2 = 16 (left: 8 8 16)
+2 * 8 = 16 (left: 8 14 16)
+Input: 4 6 10
+Possible next steps:
+4 + 6 = 10 (left: 10 10)
+6 * 4 = 24 (left: 10 24)
+Input: {numbers}
+Possible next steps:
+"""
+VALUE = """Evaluate if the given numbers can reach 24 (sure/likely/impossible).
+10 14
+10 + 14 = 24
+sure
+11 12
+11 + 12 = 23
+12 - 11 = 1
+impossible
+4 4 10
+(10 - 4) * 4 = 24
+sure
+5 7 8
+5 + 7 + 8 = 20
+likely
+{numbers}
+"""
+WORTH = {"sure": 20.0, "likely": 1.0, "impossible": 0.001}
+STEP = re.compile(r"(\S+) ([-+*/]) (\S+) = (\S+) \(left: ([^)]+)\)")
+
+client = OpenAI(rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()), dtype=best_dtype())
+
+
+def ask(prompts: list[str], n: int, stop: str, max_tokens: int, seed: int) -> list[list[str]]:
+    """n continuations of each prompt, all in one batch."""
+    answer = client.completions.create(
+        prompt=prompts, n=n, stop=stop, max_tokens=max_tokens, temperature=0.7, seed=seed
+    )
+    texts = [choice.text for choice in answer.choices]
+    return [texts[i : i + n] for i in range(0, len(texts), n)]
+
+
+def propose(states: list[str]) -> list[list[tuple[str, str]]]:
+    """For each state the steps that the model proposes, and the numbers left after each."""
+    answers = ask([PROPOSE.format(numbers=s) for s in states], 1, "Input:", 80, seed=0)
+    return [[(m[0], m[5]) for m in STEP.finditer(text)] for (text,) in answers]
+
+
+def value(states: list[str]) -> list[float]:
+    """How much the model believes in each state: the sum over three opinions."""
+    answers = ask([VALUE.format(numbers=s) for s in states], 3, "\n\n", 16, seed=1)
+    return [sum(WORTH.get(w, 0.0) for text in texts for w in text.split()) for texts in answers]
+
+
+ways: list[tuple[str, list[str]]] = [("4 5 6 10", [])]
+for depth in range(3):
+    proposals = propose([state for state, _ in ways])
+    found = [(left, [*way, step]) for (_, way), steps in zip(ways, proposals, strict=True)
+             for step, left in steps]  # fmt: skip
+    if not found:
+        break
+    values = value([state for state, _ in found])
+    order = sorted(range(len(found)), key=lambda i: -values[i])
+    ways = [found[i] for i in order[:2]]
+    print(f"step {depth + 1}: {len(found)} proposals, the best: {ways[0][1][-1]}")
+print("the way:", "; ".join(ways[0][1]) or "none found")
+
+stats = client.engine.session.stats()
+shared = stats.tokens_reused + stats.tokens_forked
+print(f"{stats.tokens_computed} tokens computed,")
+print(f"{shared} more were there already")

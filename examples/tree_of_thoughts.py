@@ -1,0 +1,34 @@
+"""The Tree of Thoughts paper's own code on rksc, unchanged. python tree_of_thoughts.py [MODEL]
+
+pip install --no-deps tree-of-thoughts-llm; pip install backoff pandas sympy
+"""
+
+import argparse
+import importlib.util
+import sys
+
+import rksc
+from rksc.clients import tot
+from rksc.demo import best_dtype, find_model
+
+if importlib.util.find_spec("tot") is None:
+    sys.exit(f"tree-of-thoughts-llm is not installed\n{__doc__}")
+
+client = tot.connect(
+    rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()), dtype=best_dtype()
+)
+
+from tot.methods.bfs import solve  # noqa: E402  (after connect)
+from tot.tasks.game24 import Game24Task  # noqa: E402
+
+settings = argparse.Namespace(
+    backend="gpt-4", temperature=0.7, method_generate="propose", method_evaluate="value",
+    method_select="greedy", n_generate_sample=1, n_evaluate_sample=3, n_select_sample=1,
+)  # fmt: skip
+task = Game24Task()
+task.steps = 2  # of 4: this is an example
+answers, log = solve(settings, task, 900, to_print=False)
+print(answers)
+for step in log["steps"]:
+    print(step["step"], len(step["new_ys"]), "proposals, values", sorted(step["values"])[-3:])
+print(client.engine.session.stats())

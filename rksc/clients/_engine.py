@@ -1,0 +1,340 @@
+"""What all clients stand on: samples of prompts, batched as they come, over one session.
+
+A caller submits samples and steps until they have ended; several threads may do so at once, and
+each step serves them all. A prompt's first sample computes what no earlier prompt has left; samples
+of equal prompts fork from it; a sample whose prompt begins like one that is being computed waits
+until it can find that work in the exact-prefix index. So no prefix is computed twice, whoever asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._core import Branch, CapacityError
+from ..load import Model
+from ..options import Sampling
+from ..results import Token
+from ..session import BranchSession
+from ..tokenizer import Tokenizer
+from ..types import Tokens
+
+Alternatives = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""The k most likely tokens and their natural log-probabilities, most likely first."""
+
+_LOGITS_AT_ONCE = 64  # rows of a vocabulary's width that are held at once
+
+
+@dataclass(eq=False)
+class Sample:
+    """One continuation of a prompt: what is wanted, then what came of it.
+
+    prompt: int32 (n,). max_new_tokens None: as many as there is room for. index: place among the
+    samples of one request; with the seed it decides the random numbers. n_alternatives: of each
+    new token, once it has ended. on_token is called in the stepping thread with each piece.
+    """
+
+    prompt: NDArray[np.int32]
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] | None = None
+    index: int = 0
+    n_alternatives: int = 0
+    on_token: Callable[[Sample, Token | None], None] | None = None
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stopped_by: str | int | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV an earlier prompt had left."""
+    error: Exception | None = None
+    _branch: Branch | None = field(default=None, repr=False)
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class Engine:
+    """A session with a queue. model: a `rksc.Model`, whose session `options` then describe, or a
+    `rksc.BranchSession`, which nobody else may submit to. max_rows: samples that run at once."""
+
+    def __init__(self, model: Model | BranchSession, *, max_rows: int = 64, **options: Any) -> None:
+        self.name = "rksc"
+        if isinstance(model, Model):
+            self.name = model.path.stem if model.path is not None else self.name
+            # Short blocks: prompts that differ in their last line share all but a few tokens.
+            self.session = model.session(**{"block_tokens": 8, **options})
+        elif not isinstance(model, BranchSession):
+            raise TypeError(f"model must be a rksc.Model or a rksc.BranchSession, got {model!r}")
+        elif options:
+            raise ValueError(f"{next(iter(options))}: a session has its options already")
+        else:
+            self.session = model
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+        if self.session.tokenizer is None:
+            raise ValueError("model: clients speak text, and this one has no tokenizer")
+        self.tokenizer: Tokenizer = self.session.tokenizer
+        self.token_bytes = self.tokenizer.token_bytes(self.session.config.vocab_size)
+        self.max_rows = max_rows
+        self._waiting: deque[Sample] = deque()
+        self._running: dict[int, Sample] = {}
+        self._requests: dict[Sample, int] = {}
+        self._lock = threading.RLock()
+        stats = self.session.stats()
+        self._budget = stats.blocks_total * stats.block_tokens
+
+    # ---- prompts -----------------------------------------------------------------------------
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """A prompt's tokens, with the BOS that the model wants."""
+        return np.array(self.session.encode(text, bos=None), np.int32)
+
+    def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
+        """The prompt as int32; ValueError names the field of one that is empty or too long."""
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise ValueError(f"{field}: tokens must be a sequence of ints")
+        if not len(tokens):
+            raise ValueError(f"{field} is empty")
+        limit = self.session.config.max_positions
+        if len(tokens) >= limit:
+            raise ValueError(
+                f"{field}: {len(tokens)} tokens leave no room in the model's {limit} positions"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.session.config.vocab_size:
+            raise ValueError(f"{field}: a token is outside the vocabulary")
+        return tokens.astype(np.int32)
+
+    # ---- samples -----------------------------------------------------------------------------
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Queue samples; all or none, and without waiting. CapacityError: one would not fit even
+        alone."""
+        for sample in samples:
+            positions = self.session.config.max_positions - len(sample.prompt)
+            room = self._budget - len(sample.prompt)
+            if sample.max_new_tokens is None:
+                sample.max_new_tokens = max(1, min(positions, room))
+            if min(sample.max_new_tokens, positions) > room:
+                raise CapacityError(
+                    f"max_tokens: {len(sample.prompt)} tokens of prompt and up to "
+                    f"{sample.max_new_tokens} new ones do not fit the KV budget of "
+                    f"{self._budget} tokens: give the session more kv_bytes"
+                )
+        self._waiting.extend(samples)
+
+    def cancel(self, samples: Iterable[Sample]) -> None:
+        """End what has not ended; KV is freed, tokens so far stay."""
+        with self._lock:
+            for sample in samples:
+                if not sample.ended:
+                    sample.finish_reason = "cancelled"
+                    self._retire(sample)
+                    if sample.on_token is not None:
+                        sample.on_token(sample, None)
+
+    def cancel_all(self) -> None:
+        with self._lock:
+            self.cancel([*self._waiting, *self._running.values()])
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def step(self) -> None:
+        """Start what can start, and bring all running samples a token further. A sample that
+        cannot go on ends with its error; a step that fails as a whole ends all that run."""
+        with self._lock:
+            self._start()
+            try:
+                for token in self.session.step() if self._running else []:
+                    self._take(token)
+            except Exception as error:
+                for sample in list(self._running.values()):
+                    self._fail(sample, error)
+
+    def run(self, samples: Sequence[Sample]) -> None:
+        """Bring all of them to their end, those with prefixes in common one after the other.
+        Raises the error of the first that failed; nothing of the call goes on then."""
+        self.submit(sorted(samples, key=lambda sample: sample.prompt.tolist()))
+        try:
+            while not all(sample.ended for sample in samples):
+                self.step()
+        finally:
+            self.cancel(samples)
+        for sample in samples:
+            if sample.error is not None:
+                raise sample.error
+
+    def stream(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Token]]:
+        """Run them and yield each token as it comes. Closing the iterator cancels them."""
+        news: deque[tuple[Sample, Token | None]] = deque()
+        for sample in samples:
+            sample.on_token = lambda sample, token: news.append((sample, token))
+        self.submit(samples)
+        try:
+            while news or not all(sample.ended for sample in samples):
+                if not news:
+                    self.step()
+                while news:
+                    sample, token = news.popleft()
+                    if sample.error is not None:
+                        raise sample.error
+                    if token is not None:
+                        yield sample, token
+        finally:
+            self.cancel(samples)
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self.max_rows:
+            sample = self._waiting[0]
+            try:
+                branch = self._branch_for(sample)
+                if branch is None:
+                    return
+                branch.stream = sample.index
+                sample.cached_tokens = min(branch.n_computed, len(sample.prompt) - 1)
+                assert sample.max_new_tokens is not None
+                self._requests[sample] = self.session.submit(
+                    branch, sample.max_new_tokens, sample.sampling, sample.stop, sample.stop_ids
+                )
+            except Exception as error:
+                self._fail(sample, error)
+                continue
+            self._waiting.popleft()
+            sample._branch = branch
+            self._running[branch.id] = sample
+
+    def _branch_for(self, sample: Sample) -> Branch | None:
+        """A branch with the sample's prompt; None: it had better wait for another one's."""
+        computing: list[Sample] = []
+        for other in self._running.values():
+            assert other._branch is not None
+            if other._branch.n_computed < len(other.prompt):
+                computing.append(other)
+            elif np.array_equal(other.prompt, sample.prompt):
+                return other._branch.fork(1, at=len(sample.prompt))[0]
+        branch = self.session.prefill(sample.prompt, compute=False)
+        gain = branch.n_computed + self.session.block_tokens
+        if any(_common(other.prompt, sample.prompt) >= gain for other in computing):
+            branch.drop()
+            return None
+        return branch
+
+    def _take(self, token: Token) -> None:
+        sample = self._running.get(token.branch.id)
+        if sample is None:
+            return
+        if token.error is not None:
+            self._fail(sample, token.error)
+            return
+        if token.token >= 0:
+            sample.tokens.append(token.token)
+            sample.logprobs.append(token.logprob)
+        sample.text += token.text or ""
+        if token.finish_reason is not None:
+            if sample.n_alternatives:
+                sample.alternatives = self._alternatives(sample)
+            sample.finish_reason, sample.stopped_by = token.finish_reason, token.stop
+            self._retire(sample)
+        if sample.on_token is not None:
+            sample.on_token(sample, token)
+
+    def _retire(self, sample: Sample) -> None:
+        """The branch goes; what it computed stays in the index as long as there is room."""
+        if sample._branch is None:
+            self._waiting.remove(sample)
+            return
+        self.session.cancel(self._requests.pop(sample))
+        del self._running[sample._branch.id]
+        sample._branch.drop()
+        sample._branch = None
+
+    def _fail(self, sample: Sample, error: Exception) -> None:
+        sample.error = error
+        self._retire(sample)
+        if sample.on_token is not None:
+            sample.on_token(sample, None)
+
+    # ---- probabilities -----------------------------------------------------------------------
+
+    def _alternatives(self, sample: Sample) -> list[Alternatives]:
+        assert sample._branch is not None
+        begin = len(sample.prompt) - 1
+        return self._alternatives_at(
+            sample._branch, begin, begin + len(sample.tokens), sample.n_alternatives
+        )
+
+    def _alternatives_at(self, branch: Branch, begin: int, end: int, k: int) -> list[Alternatives]:
+        """What might have followed each of the tokens [begin, end): one more pass over them."""
+        found: list[Alternatives] = []
+        for at in range(begin, end, _LOGITS_AT_ONCE):
+            logits = self.session._logits_at(branch, at, min(at + _LOGITS_AT_ONCE, end))
+            shifted = logits - logits.max(1, keepdims=True)
+            total = np.exp(shifted).sum(1, dtype=np.float64, keepdims=True)
+            logprobs = shifted - np.log(total).astype(np.float32)
+            best = np.argsort(-logprobs, axis=1, kind="stable")[:, :k]
+            found += [(ids, row[ids]) for ids, row in zip(best, logprobs, strict=True)]
+        return found
+
+    def score(
+        self, pairs: Sequence[tuple[Tokens, Tokens]], progress: Callable[[int], None] | None = None
+    ) -> list[tuple[NDArray[np.float32], NDArray[np.int32]]]:
+        """For each (context, continuation): the natural log-probability of each of the
+        continuation's tokens, and the tokens that would have been most likely in their places.
+
+        Equal contexts are computed once and all their continuations in one batch; contexts that
+        begin alike share that. progress(n): n more pairs are done.
+        """
+        contexts: dict[tuple[int, ...], list[int]] = {}
+        for i, (context, _) in enumerate(pairs):
+            contexts.setdefault(tuple(int(t) for t in context), []).append(i)
+        results: dict[int, tuple[NDArray[np.float32], NDArray[np.int32]]] = {}
+        for context in sorted(contexts):
+            members = contexts[context]
+            branch = self.session.prefill(context)
+            scores = self.session._score(branch, [pairs[i][1] for i in members])
+            results.update(zip(members, scores, strict=True))
+            branch.drop()
+            if progress is not None:
+                progress(len(members))
+        return [results[i] for i in range(len(pairs))]
+
+    def score_prompt(
+        self, prompt: NDArray[np.int32], n_alternatives: int = 0
+    ) -> tuple[list[float], list[Alternatives]]:
+        """Log-probabilities of a prompt's tokens from the second on, and alternatives."""
+        first = self.session.prefill(prompt[:1])
+        logprobs, _ = self.session._score(first, [prompt[1:]])[0]
+        if not n_alternatives:
+            return logprobs.tolist(), []
+        whole = self.session.prefill(prompt)
+        return logprobs.tolist(), self._alternatives_at(whole, 0, len(prompt) - 1, n_alternatives)
+
+
+def copies(sample: Sample, n: int) -> list[Sample]:
+    """n samples of one prompt with the same settings, each with random numbers of its own."""
+    return [replace(sample, index=i, tokens=[], logprobs=[], alternatives=[]) for i in range(n)]
+
+
+def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Tokens that both begin with."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n

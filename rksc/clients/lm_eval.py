@@ -1,0 +1,203 @@
+"""rksc as a model of lm-evaluation-harness (the `lm_eval` package, extra `[lm-eval]`).
+
+    rksc lm-eval --model rksc --model_args pretrained=model.gguf --tasks arc_challenge
+
+`rksc lm-eval` is the harness's own command with this model registered; a program imports this
+module and calls `lm_eval.simple_evaluate(model="rksc", model_args=...)`.
+
+A multiple choice is one context and k continuations: the context is computed once, what it
+has in common with the few-shot header of all others is in the cache, and the continuations are
+scored in one batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval.models  # noqa: F401  # the registry looks for it only while it is empty
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from ..load import load
+from ..options import Sampling
+from ._engine import Engine, Sample
+from .openai import engine_of
+
+_ENGINE_OPTIONS = {"max_rows", "dtype", "kv_bytes", "n_threads", "isa", "block_tokens",
+                   "step_tokens"}  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "repetition_penalty": (1.0,), "num_return_sequences": (1,),
+    "early_stopping": (False,), "min_new_tokens": (0,),
+}  # fmt: skip
+
+
+@register_model("rksc")
+class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
+    """The harness's requests on a rksc engine.
+
+    pretrained: a folder or .gguf file, or a `rksc.Model`, session or client. max_length: tokens of
+    context and continuation (default: the model's positions); longer contexts lose their
+    beginning. max_gen_toks: new tokens unless a task says otherwise. add_bos_token: None
+    puts a BOS where the model wants one. Other arguments are the session's.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if device not in (None, "cpu"):
+            raise ValueError(f"device={device!r}: rksc's harness model runs on the CPU")
+        unknown = set(options) - _ENGINE_OPTIONS
+        if unknown:
+            raise ValueError(f"{sorted(unknown)[0]}: not an argument of the rksc model")
+        if isinstance(pretrained, (str, Path)):
+            pretrained = load(pretrained)
+        rows = max_batch_size or (batch_size if isinstance(batch_size, int) else None)
+        if rows is not None and rows > 1:
+            options.setdefault("max_rows", rows)
+        self.engine: Engine = engine_of(pretrained, **options)
+        self.tokenizer = self.engine.tokenizer
+        positions = self.engine.session.config.max_positions - 1
+        self.max_length = min(max_length or positions, positions)
+        self.max_gen_toks = max_gen_toks
+        self.add_bos_token = add_bos_token
+
+    # ---- tokens ------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.engine.session.config.eos[0])
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        bos = self.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unused: Any
+    ) -> list[int]:
+        bos = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        return self.tokenizer.encode(string, bos=bos)
+
+    def tok_decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.engine.name
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.chat(
+            chat_history, add_generation_prompt, continue_final=not add_generation_prompt
+        )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **unused: Any,
+    ) -> list[tuple[float, bool]]:
+        pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="loglikelihood") as bar:
+            scores = self.engine.score(pairs, bar.update)
+        results = []
+        for (name, _, wanted), (logprobs, tops) in zip(requests, scores, strict=True):
+            greedy = bool(np.array_equal(tops, wanted[-len(tops) :]))
+            results.append((float(logprobs.sum(dtype=np.float64)), greedy))
+            if name is not None:
+                self.cache_hook.add_partial("loglikelihood", name, results[-1])
+        return results
+
+    def _cut(
+        self, context: Sequence[int], continuation: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """The last tokens of both that fit: max_length of input, whose last token only gives."""
+        whole = [*context, *continuation][-(self.max_length + 1) :]
+        kept = min(len(continuation), len(whole) - 1)
+        return whole[:-kept], whole[-kept:]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        results = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="loglikelihood_rolling"):
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = [(None, *make_disjoint_window(window)) for window in windows]
+            scores = self._loglikelihood_tokens(pairs, disable_tqdm=True)
+            results.append(sum(score for score, _ in scores))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), results[-1])
+        return results
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as bar:
+
+            def note(sample: Sample, _: Any) -> None:
+                bar.update(int(sample.ended))
+
+            samples = [self._sample(*request.args) for request in requests]
+            for sample in samples:
+                sample.on_token = note
+            self.engine.run(samples)
+        for request, sample in zip(requests, samples, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, sample.text)
+        return [sample.text for sample in samples]
+
+    def _sample(self, context: str, settings: dict[str, Any]) -> Sample:
+        """A request's settings as transformers names them."""
+        s = dict(settings)
+        until = s.pop("until", None) or []
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        limits = [limit for limit in (s.pop(name, None) for name in names) if limit is not None]
+        n_new = int(limits[0]) if limits else self.max_gen_toks
+        temperature = float(s.pop("temperature", 0.0) or 0.0)
+        if not s.pop("do_sample", temperature > 0):
+            temperature = 0.0
+        sampling = Sampling(
+            temperature,
+            int(s.pop("top_k", 0)),
+            float(s.pop("top_p", 1.0)),
+            float(s.pop("min_p", 0.0)),
+            s.pop("seed", None),
+        )
+        for name, value in s.items():
+            if value is not None and value not in _NEUTRAL.get(name, ()):
+                raise ValueError(f"{name}={value!r} is not supported by the rksc model")
+        eos = self.tokenizer.decode([self.eot_token_id], special=True)
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        stop = tuple(text for text in stop if text and text != eos)
+        room = self.max_length - n_new
+        if room < 1:
+            raise ValueError(f"max_gen_toks: {n_new} leave no room in max_length {self.max_length}")
+        prompt = np.array(self.tok_encode(context)[-room:], np.int32)
+        return Sample(prompt, n_new, sampling, stop)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The harness's command, with the model "rksc" known to it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()

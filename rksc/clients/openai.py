@@ -1,0 +1,124 @@
+"""An object in the shape of the `openai` package's client, in this process.
+
+client = rksc.clients.OpenAI(rksc.load("model.gguf"))
+answer = client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], n=8)
+print(answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from ..load import Model
+from ..session import BranchSession
+from ._engine import Engine
+from ._record import Record
+from ._wire import Chunks, FieldError, Request, read_chat, read_completion, response
+
+# What the openai package takes for its transport; there is none here.
+_TRANSPORT = {"timeout", "extra_headers", "extra_query"}
+
+Read = Callable[[Engine, Mapping[str, Any], str], Request]
+
+
+class Stream:
+    """A streamed answer: iterate over its chunks; close it (or leave `with`) to cancel."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._chunks = self._run(engine, request)
+
+    @staticmethod
+    def _run(engine: Engine, request: Request) -> Iterator[Record]:
+        chunks = Chunks(engine, request)
+        yield from chunks.opening()
+        for sample, token in engine.stream(request.samples):
+            yield from chunks.of(sample, token)
+        yield from chunks.closing()
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._chunks
+
+    def __next__(self) -> Record:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        self._chunks.close()  # type: ignore[attr-defined]  # a generator
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Completions:
+    """`create` of one kind of completions."""
+
+    def __init__(self, engine: Engine, name: str, read: Read) -> None:
+        self._engine, self._name, self._read = engine, name, read
+
+    def create(self, **fields: Any) -> Any:
+        """Fields as in OpenAI's API (docs/clients.md lists them); a response, or with
+        stream=True a `Stream` of chunks. ValueError names a field that is wrong or not
+        supported. Fields of other servers may stand in extra_body, as the openai package
+        wants it, or beside the others."""
+        extra = fields.pop("extra_body", None)
+        if extra is not None and not isinstance(extra, Mapping):
+            raise FieldError("extra_body", f"extra_body must be a dict, got {extra!r}")
+        body = {k: v for k, v in fields.items() if k not in _TRANSPORT} | dict(extra or {})
+        request = self._read(self._engine, body, str(body.get("model") or self._name))
+        if request.stream:
+            return Stream(self._engine, request)
+        self._engine.run(request.samples)
+        return response(self._engine, request)
+
+
+class _Chat:
+    def __init__(self, completions: Completions) -> None:
+        self.completions = completions
+
+
+class _Models:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def list(self) -> Record:
+        """The one model there is."""
+        return Record({"object": "list", "data": [model_card(self._name)]})
+
+
+class OpenAI:
+    """`chat.completions.create`, `completions.create` and `models.list` on a model.
+
+    model: a `rksc.Model` (its session takes `options`), a `rksc.BranchSession` that nobody else
+    submits to, or another client, whose queue is shared. Calls from several threads are batched
+    together. Prompts share what they begin with, within a call and across calls.
+    """
+
+    def __init__(self, model: Model | BranchSession | OpenAI, **options: Any) -> None:
+        self.engine = engine_of(model, **options)
+        self.name = self.engine.name
+        self.chat = _Chat(Completions(self.engine, self.name, read_chat))
+        self.completions = Completions(self.engine, self.name, read_completion)
+        self.models = _Models(self.name)
+
+
+def engine_of(model: Any, **options: Any) -> Engine:
+    """The engine of a client or an engine itself; a new one for a model or a session."""
+    found = model if isinstance(model, Engine) else getattr(model, "engine", None)
+    if isinstance(found, Engine):
+        if options:
+            raise ValueError(f"{next(iter(options))}: this client has its options already")
+        return found
+    return Engine(model, **options)
+
+
+def model_card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rksc"}

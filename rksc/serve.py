@@ -1,0 +1,274 @@
+"""`rksc serve`: OpenAI's HTTP API over one engine (extra `[serve]`: starlette and uvicorn).
+
+One thread steps the engine and serves all requests in each step; handlers read bodies, queue
+samples and wait for their tokens on the event loop. A connection that closes ends its samples, and
+their KV is free with the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ._core import CapacityError
+from .clients._engine import Engine, Sample
+from .clients._wire import Chunks, FieldError, Request, read_chat, read_completion, response
+from .clients.openai import model_card
+from .results import Token
+
+MAX_BODY = 8 << 20  # bytes of a request
+MAX_WAITING = 4096  # samples in the queue; more is a 503
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Read = Callable[[Engine, Mapping[str, Any], str], Request]
+
+
+class Worker:
+    """The thread that steps the engine while there is something to do."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._unwanted: deque[Sample] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="rksc-serve", daemon=True)
+        self._thread.start()
+
+    def submit(self, samples: list[Sample]) -> None:
+        self.engine.submit(samples)
+        self._wake.set()
+
+    def abandon(self, samples: list[Sample]) -> None:
+        """Cancel before the next step; does not wait."""
+        self._unwanted.extend(samples)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            while self._unwanted:
+                self.engine.cancel([self._unwanted.popleft()])
+            if self.engine.busy:
+                self.engine.step()
+            elif not self._unwanted and not self._stopping:
+                self._wake.wait()
+        self.engine.cancel_all()
+
+
+class Answer:
+    """A request under way: its tokens as they come to the event loop."""
+
+    def __init__(self, worker: Worker, request: Request) -> None:
+        self.request = request
+        self._worker = worker
+        self._news: asyncio.Queue[tuple[Sample, Token | None]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(sample: Sample, token: Token | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits
+                loop.call_soon_threadsafe(self._news.put_nowait, (sample, token))
+
+        for sample in request.samples:
+            sample.on_token = tell
+        worker.submit(request.samples)
+
+    async def tokens(self) -> AsyncGenerator[tuple[Sample, Token], None]:
+        """Until all samples have ended; the error of one that failed. Left early, it cancels."""
+        left = len(self.request.samples)
+        try:
+            while left:
+                sample, token = await self._news.get()
+                if token is None:
+                    raise sample.error or RuntimeError("the server stops")
+                left -= token.finish_reason is not None
+                yield sample, token
+        finally:
+            if left:
+                self._worker.abandon(self.request.samples)
+
+    async def wait(self, connection: HTTPRequest) -> bool:
+        """To the end; False when the connection closed before."""
+
+        async def all_tokens() -> None:
+            async with contextlib.aclosing(self.tokens()) as tokens:
+                async for _ in tokens:
+                    pass
+
+        work = asyncio.create_task(all_tokens())
+        watch = asyncio.create_task(_closed(connection))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return work.done()
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+
+async def _closed(connection: HTTPRequest) -> None:
+    while (await connection.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Refused(Exception):
+    """Ends a request with this status and error."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+def _error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def _refusal(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for what went wrong."""
+    if isinstance(error, _Refused):
+        return error.status, _error(error.status, str(error), error.param)
+    if isinstance(error, FieldError):
+        return 400, _error(400, str(error), error.field)
+    if isinstance(error, CapacityError):
+        return 400, _error(400, str(error), "max_tokens")
+    status = 400 if isinstance(error, ValueError) else 500
+    return status, _error(status, str(error) or type(error).__name__)
+
+
+async def _body(connection: HTTPRequest) -> Mapping[str, Any]:
+    data = bytearray()
+    async for piece in connection.stream():
+        data += piece
+        if len(data) > MAX_BODY:
+            raise _Refused(413, f"the body has more than {MAX_BODY} bytes")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _Refused(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise _Refused(400, "the body must be a JSON object")
+    return body
+
+
+class Service:
+    """The handlers, over one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._worker: Worker | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._worker = Worker(self._engine)
+        try:
+            yield
+        finally:
+            await run_in_threadpool(self._worker.stop)
+
+    async def chat(self, connection: HTTPRequest) -> Response:
+        return await self._complete(connection, read_chat)
+
+    async def completion(self, connection: HTTPRequest) -> Response:
+        return await self._complete(connection, read_completion)
+
+    async def models(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [model_card(self._engine.name)]})
+
+    async def health(self, _: HTTPRequest) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _complete(self, connection: HTTPRequest, read: Read) -> Response:
+        try:
+            body = await _body(connection)
+            name = body.get("model") or self._engine.name
+            request = await run_in_threadpool(read, self._engine, body, str(name))
+            if self._engine.n_waiting + len(request.samples) > MAX_WAITING:
+                raise _Refused(503, f"{self._engine.n_waiting} samples wait already")
+            assert self._worker is not None
+            answer = Answer(self._worker, request)
+            if request.stream:
+                return StreamingResponse(self._events(answer), media_type="text/event-stream")
+            if not await answer.wait(connection):
+                return Response(status_code=499)  # nobody reads it
+            made = await run_in_threadpool(response, self._engine, request)
+            return JSONResponse(made)
+        except Exception as error:
+            status, refusal = _refusal(error)
+            return JSONResponse(refusal, status)
+
+    async def _events(self, answer: Answer) -> AsyncIterator[str]:
+        chunks = Chunks(self._engine, answer.request)
+        async with contextlib.aclosing(answer.tokens()) as tokens:
+            try:
+                for chunk in chunks.opening():
+                    yield _event(chunk)
+                async for sample, token in tokens:
+                    for chunk in chunks.of(sample, token):
+                        yield _event(chunk)
+                for chunk in chunks.closing():
+                    yield _event(chunk)
+            except Exception as error:
+                yield _event(_refusal(error)[1])
+        yield "data: [DONE]\n\n"
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def application(engine: Engine, hosts: list[str] | None = None) -> Starlette:
+    """The ASGI application. hosts: names under which it may be called (None: any), so that a
+    web page cannot reach a server on the loopback by a name of its own."""
+    service = Service(engine)
+    guard = [] if hosts is None else [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/v1/completions", service.completion, methods=["POST"]),
+            Route("/v1/models", service.models),
+            Route("/health", service.health),
+        ],
+        middleware=guard,
+        lifespan=service.lifespan,
+    )
+
+
+def serve(engine: Engine, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serve until Ctrl-C or SIGTERM; what still runs then gets three seconds. OSError: the
+    address is taken."""
+    import uvicorn
+
+    hosts = [*LOOPBACK, "[::1]"] if host in LOOPBACK else None
+    config = uvicorn.Config(
+        application(engine, hosts), log_level="warning", timeout_graceful_shutdown=3
+    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=128) as listener:
+        name = f"[{host}]" if ":" in host else host
+        print(
+            f"{engine.name} on http://{name}:{listener.getsockname()[1]}/v1 (Ctrl-C ends)",
+            flush=True,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])

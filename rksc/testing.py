@@ -1,0 +1,122 @@
+"""Assertions for prompts under test: answers, confidences, and fidelity of shared KV.
+
+The pytest plugin (`pytest --rksc-model PATH`) brings the session; these work without it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._core import Branch
+from .results import Generation
+from .session import BranchSession
+from .solve import Solution
+from .types import Tokens
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How near a branch's distributions are to a reference's over the same continuation.
+
+    kl: mean KL(reference || branch) in nats over n positions; worst_kl: the largest of them;
+    agreement: share of the positions with the same most likely token.
+    """
+
+    kl: float
+    worst_kl: float
+    agreement: float
+    n: int
+
+
+def fidelity(branch: Branch, reference: Branch, continuation: Tokens) -> Fidelity:
+    """Compare two branches of a session, teacher-forced over a continuation of both.
+
+    For KV that ASKS shared: branch stands on another wording's, reference on its own.
+    """
+    if not len(continuation):
+        raise ValueError("continuation is empty: fidelity is compared over its tokens")
+    rows = [_log_softmax(_logits(b, continuation)) for b in (branch, reference)]
+    own, wanted = rows
+    kl = (np.exp(wanted) * (wanted - own)).sum(1)
+    agreement = float((own.argmax(1) == wanted.argmax(1)).mean())
+    return Fidelity(float(kl.mean()), float(kl.max()), agreement, len(kl))
+
+
+def assert_answer(
+    result: Solution | Generation | str,
+    expected: str | Sequence[str],
+    *,
+    normalise: Callable[[str], str] = lambda text: " ".join(text.split()).casefold().rstrip("."),
+) -> None:
+    """The answer is one of those expected: a Solution's answer equals it, a text contains it.
+
+    Both are compared after `normalise`: white space, case and a closing full stop do not count.
+    """
+    wanted = [expected] if isinstance(expected, str) else list(expected)
+    if isinstance(result, Solution):
+        found = result.answer
+        right = any(normalise(found) == normalise(text) for text in wanted)
+    else:
+        found = result if isinstance(result, str) else (result.text or "")
+        right = any(normalise(text) in normalise(found) for text in wanted)
+    if not right:
+        tree = f"\n{result}" if isinstance(result, Solution) else ""
+        raise AssertionError(f"answer {found!r}, expected {' or '.join(map(repr, wanted))}{tree}")
+
+
+def assert_confidence(
+    results: Generation | Sequence[Generation] | Solution, at_least: float, *, best: bool = False
+) -> None:
+    """Every confidence is at least this; best=True: the largest of them. Of a Solution: that
+    of its best node."""
+    if isinstance(results, Solution):
+        found = [results.best.confidence]
+    else:
+        rows = [results] if isinstance(results, Generation) else list(results)
+        found = [row.confidence for row in rows]
+    numbers = [-1.0 if value is None else value for value in found]
+    if not numbers:
+        raise ValueError("results: nothing whose confidence could be looked at")
+    reached = max(numbers) if best else min(numbers)
+    if not reached >= at_least:
+        shown = ", ".join("none" if v is None else f"{v:.3f}" for v in found)
+        raise AssertionError(f"confidence {shown}; expected at least {at_least}")
+
+
+def assert_fidelity(
+    branch: Branch,
+    reference: Branch,
+    continuation: Tokens,
+    *,
+    max_kl: float = 0.05,
+    min_agreement: float = 0.9,
+) -> Fidelity:
+    """The branch says nearly what the reference says; `Fidelity` of the two."""
+    found = fidelity(branch, reference, continuation)
+    if not (found.kl <= max_kl and found.agreement >= min_agreement):
+        raise AssertionError(
+            f"mean KL {found.kl:.4f} nats (at most {max_kl}), same most likely token in "
+            f"{found.agreement:.0%} of {found.n} positions (at least {min_agreement:.0%})"
+        )
+    return found
+
+
+def _logits(branch: Branch, continuation: Tokens) -> NDArray[np.float32]:
+    """Logits before each token of the continuation: float32 (tokens, vocabulary)."""
+    session = branch.session
+    assert isinstance(session, BranchSession)
+    (child,) = branch.fork([continuation])
+    begin = branch.n_tokens - 1
+    logits = session._logits_at(child, begin, begin + len(continuation))
+    child.drop()
+    return logits
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return result

@@ -1,0 +1,487 @@
+"""Clients in this process: shapes of answers, shared prefixes, sampling, refusals, threads."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from letters import BOS, Letters
+from models import T4
+
+from rksc import BranchSession, CapacityError, Sampling
+from rksc.clients import LLM, OpenAI, SamplingParams
+from rksc.clients._engine import Engine, Sample, copies
+from rksc.clients.tot import gpt_of
+
+Make = Callable[..., BranchSession]
+LONG = "the abc of 12 things, " * 4
+ASK: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+
+
+@pytest.fixture
+def make_client(make_session: Make) -> Callable[..., OpenAI]:
+    def make(**options: Any) -> OpenAI:
+        return OpenAI(make_session("T4", tokenizer=Letters(chat=True), **options))
+
+    return make
+
+
+@pytest.fixture
+def client(make_client: Callable[..., OpenAI]) -> OpenAI:
+    return make_client()
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice.message.content for choice in answer.choices]
+
+
+def prompt_of(content: str) -> list[int]:
+    return Letters().encode(f"<user>{content}</s><assistant>")
+
+
+# ---- what is sampled ---------------------------------------------------------------------------
+
+
+def test_samples_are_what_the_session_generates(client: OpenAI, make_session: Make) -> None:
+    """Sample i of a request is a branch with stream i, whatever runs beside it."""
+    answer = client.chat.completions.create(
+        messages=ASK, n=5, temperature=0.9, top_p=0.9, max_tokens=12, seed=7, stop=["th", "e "]
+    )
+    session = make_session("T4", tokenizer=Letters())
+    kids = session.prefill(prompt_of(LONG)).fork(5)
+    for i, kid in enumerate(kids):
+        kid.stream = i
+    sampling = Sampling(temperature=0.9, top_p=0.9, seed=7)
+    expected = session.generate(kids, 12, sampling, stop=["th", "e "])
+    assert texts(answer) == [g.text for g in expected]
+    reasons = ["length" if g.finish_reason == "length" else "stop" for g in expected]
+    assert [c.finish_reason for c in answer.choices] == reasons
+    assert answer.usage.completion_tokens == sum(len(g.tokens) for g in expected)
+
+
+def test_a_seed_repeats_and_no_seed_does_not(client: OpenAI) -> None:
+    def ask(seed: int | None) -> list[str]:
+        return texts(
+            client.chat.completions.create(
+                messages=ASK, n=2, temperature=1.5, max_tokens=16, seed=seed
+            )
+        )
+
+    assert ask(3) == ask(3)
+    assert ask(-1) == ask(-1)
+    assert ask(3) != ask(4)
+    first = ask(None)
+    assert first != ask(None)
+    assert first[0] != first[1]
+
+
+def test_equal_prompts_without_a_seed_differ(client: OpenAI) -> None:
+    """best-of-n by n equal prompts in one batch."""
+    outputs = LLM(client).generate([LONG] * 4, SamplingParams(temperature=1.5, max_tokens=16))
+    assert len({o.outputs[0].text for o in outputs}) == 4
+
+
+# ---- what is computed --------------------------------------------------------------------------
+
+
+def test_n_samples_from_one_prefill(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        messages=ASK, n=8, temperature=0.9, max_tokens=6, seed=1, ignore_eos=True
+    )
+    usage, stats = answer.usage, client.engine.session.stats()
+    assert usage.prompt_tokens == len(prompt_of(LONG))
+    assert usage.completion_tokens == 48
+    # Each last new token is never computed.
+    assert stats.tokens_computed <= usage.prompt_tokens + 8 * 5
+    assert stats.branches == 0
+
+
+def test_a_batch_computes_what_its_prompts_share_once(client: OpenAI) -> None:
+    tails = ["abc", "YES", "NO 1", "abc", "12"]
+    answer = client.completions.create(prompt=[LONG + t for t in tails], max_tokens=1, seed=0)
+    lengths = [len(Letters().encode(LONG + t)) for t in tails]
+    shared = len(Letters().encode(LONG)) // 16 * 16
+    unique = lengths[0] + sum(n - shared for n in (lengths[1], lengths[2], lengths[4]))
+    assert answer.usage.prompt_tokens == sum(lengths)
+    assert client.engine.session.stats().tokens_computed == unique
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached == 4 * shared  # the equal prompts run side by side, their last rows as one
+
+
+def test_a_later_call_finds_the_prompt(client: OpenAI) -> None:
+    first = client.chat.completions.create(messages=ASK, max_tokens=3)
+    again = client.chat.completions.create(messages=ASK, max_tokens=3)
+    longer = client.chat.completions.create(
+        messages=[*ASK, {"role": "assistant", "content": "YES"}, *ASK], max_tokens=3
+    )
+    cached = [a.usage.prompt_tokens_details.cached_tokens for a in (first, again, longer)]
+    n = len(prompt_of(LONG))
+    assert cached[0] == 0
+    assert n - 16 <= cached[1] < n
+    assert cached[2] >= cached[1]
+
+
+def test_more_than_fits_at_once(make_client: Callable[..., OpenAI]) -> None:
+    """Rows wait their turn, blocks are evicted; nobody's text depends on it."""
+
+    def ask(client: OpenAI) -> list[str]:
+        prompts = [f"{i} {LONG}" for i in range(6)]
+        answer = client.completions.create(
+            prompt=prompts, n=3, temperature=0.8, seed=2, max_tokens=20, ignore_eos=True
+        )
+        return [choice.text for choice in answer.choices]
+
+    tight = make_client(kv_bytes="192KiB")
+    tight.engine.max_rows = 5
+    assert ask(tight) == ask(make_client())
+    stats = tight.engine.session.stats()
+    assert stats.blocks_total * stats.block_tokens < 6 * len(Letters().encode(LONG))
+    assert stats.branches == 0
+
+
+def test_what_never_fits_is_refused_before_it_runs(make_client: Callable[..., OpenAI]) -> None:
+    client = make_client(kv_bytes="96KiB")
+    budget = client.engine.session.stats().blocks_total * 16
+    assert budget < 400
+    with pytest.raises(CapacityError, match=r"max_tokens: .* kv_bytes"):
+        client.completions.create(prompt="abc", max_tokens=400)
+    answer = client.chat.completions.create(messages=ASK, temperature=0, ignore_eos=True)
+    assert answer.usage.total_tokens == budget  # no limit given: what there is room for
+    assert answer.choices[0].finish_reason == "length"
+    with pytest.raises(ValueError, match="positions"):
+        client.completions.create(prompt=list(range(97)) * 6)
+
+
+# ---- streams -----------------------------------------------------------------------------------
+
+
+def test_a_stream_adds_up_to_the_answer(client: OpenAI) -> None:
+    settings: dict[str, Any] = {
+        "messages": ASK, "n": 3, "temperature": 1.1, "seed": 5, "max_tokens": 14, "logprobs": True,
+        "stop": "abc",
+    }  # fmt: skip
+    whole = client.chat.completions.create(**settings)
+    chunks = list(
+        client.chat.completions.create(
+            **settings, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert all(c.object == "chat.completion.chunk" for c in chunks)
+    assert [c.choices[0].delta.get("role") for c in chunks[:3]] == ["assistant"] * 3
+    got, reasons, logprobs = [""] * 3, [""] * 3, [[], [], []]  # type: ignore[var-annotated]
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        got[choice.index] += choice.delta.get("content") or ""
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert got == texts(whole)
+    assert reasons == [c.finish_reason for c in whole.choices]
+    assert logprobs == [c.logprobs.content for c in whole.choices]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_closing_a_stream_frees_its_branches(client: OpenAI) -> None:
+    with client.completions.create(prompt=LONG, n=4, max_tokens=200, stream=True) as stream:
+        assert next(stream).object == "text_completion"
+        assert client.engine.session.stats().branches > 0
+    assert client.engine.session.stats().branches == 0
+    assert not client.engine.busy
+
+
+# ---- texts and probabilities -------------------------------------------------------------------
+
+
+def test_stop_strings_are_left_out_or_kept(client: OpenAI) -> None:
+    free = client.completions.create(prompt=LONG, max_tokens=30, temperature=0, ignore_eos=True)
+    text = free.choices[0].text
+    found = re.search("[a-zA-Z]{3}", text)
+    assert found is not None, text
+    stop, at = found[0][1:], found.start() + 1
+    assert text.index(stop) == at
+    for kept in (False, True):
+        answer = client.completions.create(
+            prompt=LONG, max_tokens=30, temperature=0, ignore_eos=True, stop=stop,
+            include_stop_str_in_output=kept,
+        )  # fmt: skip
+        assert answer.choices[0].text == text[: at + len(stop) * kept]
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def log_softmax(logits: Any) -> Any:
+    x = np.asarray(logits, np.float64)
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def test_logprobs_are_those_of_the_model(client: OpenAI) -> None:
+    answer = client.completions.create(
+        prompt=LONG, max_tokens=4, temperature=0, logprobs=3, echo=True, ignore_eos=True
+    )
+    scored = answer.choices[0].logprobs
+    session = client.engine.session
+    tokens = [BOS, *Letters().encode(LONG, bos=False)]
+    n = len(tokens)
+    assert len(scored.tokens) == n + 4
+    assert scored.token_logprobs[0] is None
+    assert scored.top_logprobs[0] is None
+    for i in (1, n - 1, n, n + 3):
+        row = log_softmax(session.prefill(tokens).fork(1, at=i)[0].logits) if i <= n else None
+        if row is None:
+            continue
+        best = np.argsort(-row)[:3]
+        values = list(scored.top_logprobs[i].values())
+        assert values == sorted(values, reverse=True)
+        assert values == pytest.approx(row[best].tolist(), abs=1e-4)
+        if i < n:
+            assert scored.token_logprobs[i] == pytest.approx(row[tokens[i]], abs=1e-4)
+    greedy = [max(row.values()) for row in scored.top_logprobs[n:]]
+    assert scored.token_logprobs[n:] == pytest.approx(greedy, abs=1e-5)
+    assert answer.choices[0].text.startswith(LONG)
+
+
+def test_chat_logprobs_have_bytes_and_alternatives(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        messages=ASK, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2, ignore_eos=True
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 5
+    for entry in content:
+        assert bytes(entry.bytes).decode(errors="replace") in ("", entry.token)
+        assert len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-5)
+        assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
+
+
+def test_a_message_may_be_gone_on_with(client: OpenAI) -> None:
+    messages = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "YES th"}]}]
+    answer = client.chat.completions.create(
+        messages=messages, max_tokens=1, extra_body={"continue_final_message": True}
+    )
+    expected = Letters().encode(f"<user>{LONG}</s><assistant>YES th")
+    assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_answers_are_attributes_and_dicts(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="mine", messages=ASK, max_tokens=2)
+    assert answer["choices"][0]["message"]["content"] == answer.choices[0].message.content
+    plain = answer.model_dump()
+    assert plain == json.loads(answer.model_dump_json())
+    assert type(plain["choices"][0]) is dict
+    assert plain["model"] == "mine"
+    assert "refusal" not in answer.model_dump(exclude_none=True)["choices"][0]["message"]
+    with pytest.raises(AttributeError):
+        _ = answer.nothing
+    assert client.models.list().data[0].id == client.name
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": []}),
+    ("messages", {"messages": None}),
+    ("messages", {"messages": [{"content": "x"}]}),
+    ("messages", {"messages": [{"role": "user", "content": 3}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}),
+    ("n", {"n": 0}),
+    ("n", {"n": 2.5}),
+    ("n", {"n": 10**6}),
+    ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": "hot"}),
+    ("top_p", {"top_p": 1.5}),
+    ("min_p", {"min_p": True}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_completion_tokens", {"max_completion_tokens": "many"}),
+    ("seed", {"seed": "x"}),
+    ("stop", {"stop": [""]}),
+    ("stop", {"stop": 3}),
+    ("stop_token_ids", {"stop_token_ids": [97]}),
+    ("logprobs", {"logprobs": 2}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 1, "stream": True}),
+    ("stream", {"stream": "yes"}),
+    ("logit_bias", {"logit_bias": {"3": 1}}),
+    ("presence_penalty", {"presence_penalty": 0.5}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("reasoning_effort", {"reasoning_effort": "low"}),
+    ("extra_body", {"extra_body": 3}),
+    ("guided_json", {"extra_body": {"guided_json": {}}}),
+]
+
+
+@pytest.mark.parametrize("field, change", BAD, ids=[f"{i}-{f}" for i, (f, _) in enumerate(BAD)])
+def test_a_refusal_names_the_field(client: OpenAI, field: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=field) as refused:
+        client.chat.completions.create(**{"messages": ASK, "max_tokens": 2, **change})
+    assert getattr(refused.value, "field", None) == field
+    assert not client.engine.busy
+
+
+def test_fields_that_ask_for_nothing_are_fine(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        messages=ASK, max_tokens=1, n=None, stop=None, logit_bias={}, tools=[], user="me",
+        presence_penalty=0, response_format={"type": "text"}, timeout=3, tool_choice="none",
+    )  # fmt: skip
+    assert answer.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [[]], [3.5], [[1, 97]], [{"a": 1}]])
+def test_bad_prompts(client: OpenAI, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        client.completions.create(prompt=prompt)
+
+
+def test_prompts_are_texts_or_tokens(client: OpenAI) -> None:
+    tokens = Letters().encode(LONG)
+    answers = [
+        client.completions.create(prompt=p, max_tokens=5, temperature=0).choices[-1].text
+        for p in (LONG, tokens, ["abc", LONG], [[5], tokens])
+    ]
+    assert len(set(answers)) == 1
+
+
+def test_a_model_without_a_tokenizer_is_refused(make_session: Make) -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        OpenAI(make_session("T4"))
+    with pytest.raises(TypeError, match="model"):
+        OpenAI("a path")  # type: ignore[arg-type]
+
+
+# ---- threads and failures ----------------------------------------------------------------------
+
+
+def test_threads_are_batched_and_get_their_own(make_client: Callable[..., OpenAI]) -> None:
+    client, alone = make_client(), make_client()
+
+    def ask(client: OpenAI, i: int) -> list[str]:
+        messages = [{"role": "user", "content": LONG * (1 + i % 2) + str(i)}]
+        return texts(
+            client.chat.completions.create(
+                messages=messages, n=2, temperature=0.9, seed=i, max_tokens=20, ignore_eos=True
+            )
+        )
+
+    found: dict[int, list[str]] = {}
+    barrier = threading.Barrier(6)
+
+    def run(i: int) -> None:
+        barrier.wait()
+        found[i] = ask(client, i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {i: ask(alone, i) for i in range(6)}
+    assert client.engine.session.stats().steps < alone.engine.session.stats().steps
+
+
+def test_a_failed_step_ends_what_runs_and_no_more(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no step today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client.engine.session, "step", fail)
+        with pytest.raises(RuntimeError, match="no step today"):
+            client.chat.completions.create(messages=ASK, n=3)
+        stream = client.completions.create(prompt=LONG, stream=True)
+        with pytest.raises(RuntimeError, match="no step today"):
+            list(stream)
+    assert client.engine.session.stats().branches == 0
+    assert client.chat.completions.create(messages=ASK, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_sample_that_cannot_begin_fails_alone(client: OpenAI) -> None:
+    engine = client.engine
+    prompt = engine.encode(LONG)
+    good, bad = Sample(prompt, 3), Sample(prompt, 3, stop=("",))
+    engine.submit([bad, good])
+    while engine.busy:
+        engine.step()
+    assert isinstance(bad.error, ValueError)
+    assert good.error is None
+    assert len(good.tokens) == 3
+
+
+def test_cancelled_samples_leave_the_queue(client: OpenAI) -> None:
+    engine = client.engine
+    engine.max_rows = 1
+    running, waiting = copies(Sample(engine.encode(LONG), 50, stop_ids=()), 2)
+    engine.submit([running, waiting])
+    for _ in range(6):
+        engine.step()
+    engine.cancel([waiting])
+    assert waiting.finish_reason == "cancelled"
+    assert engine.n_waiting == 0
+    assert len(running.tokens) > 0
+    engine.cancel_all()
+    assert not engine.busy
+    assert engine.session.stats().branches == 0
+
+
+# ---- scores ------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_each_pair_alone(make_client: Callable[..., OpenAI]) -> None:
+    engine: Engine = make_client().engine
+    contexts = [T4.tokens(40), T4.tokens(40)[:20], T4.tokens(12, seed=3)]
+    pairs = [(c, T4.tokens(n, seed=n)) for c in contexts for n in (1, 5, 9)]
+    pairs += [pairs[0], (contexts[0], pairs[1][1])]
+    for (context, continuation), (logprobs, tops) in zip(pairs, engine.score(pairs), strict=True):
+        rows = [T4.reference.forward([*context, *continuation]).logits[len(context) - 1 : -1]]
+        expected = [log_softmax(row)[t] for row, t in zip(rows[0], continuation, strict=True)]
+        assert logprobs == pytest.approx(expected, abs=1e-3)
+        assert tops.tolist() == rows[0].argmax(1).tolist()
+    assert engine.session.stats().branches == 0
+
+
+# ---- other shapes ------------------------------------------------------------------------------
+
+
+def test_llm_outputs(client: OpenAI) -> None:
+    llm = LLM(client)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    stopped = SamplingParams(temperature=0, max_tokens=8, stop=["th", "\n\n"], n=2)
+    tokens = Letters().encode(LONG)
+    first, second = llm.generate([LONG, {"prompt_token_ids": tokens}], [greedy, stopped])
+    assert first.prompt == LONG
+    assert first.prompt_token_ids == second.prompt_token_ids == tokens
+    (output,) = first.outputs
+    assert llm.get_tokenizer().decode(output.token_ids) == output.text
+    assert output.finish_reason == "length"
+    assert output.stop_reason is None
+    assert output.logprobs is not None
+    for token, row in zip(output.token_ids, output.logprobs, strict=True):
+        assert row[token].rank == 1
+        assert len(row) == 2
+    assert output.cumulative_logprob == pytest.approx(
+        sum(r[t].logprob for r, t in zip(output.logprobs, output.token_ids, strict=True)), abs=1e-4
+    )
+    assert [o.index for o in second.outputs] == [0, 1]
+    assert llm.generate(LONG, greedy)[0].outputs[0].text == output.text
+    with pytest.raises(ValueError, match="sampling_params"):
+        llm.generate([LONG], [greedy, greedy])
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1.1)
+    with pytest.raises(TypeError, match="prompts"):
+        SamplingParams(prompts=3)  # type: ignore[call-arg]
+
+
+def test_gpt(client: OpenAI) -> None:
+    gpt = gpt_of(client)
+    answers = gpt(LONG, model="gpt-4", temperature=0, max_tokens=6, n=3, stop="\n")
+    expected = client.chat.completions.create(
+        messages=ASK, temperature=0, max_tokens=6, n=3, stop="\n"
+    )
+    assert answers == texts(expected)

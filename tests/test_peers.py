@@ -1,0 +1,201 @@
+"""Real packages of other people on rksc: openai, optillm, tree-of-thoughts-llm, llm-reasoners.
+
+CI installs them in a stage of its own; elsewhere what is missing is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rksc import Model
+from rksc.clients import OpenAI
+
+ROOT = Path(__file__).resolve().parent.parent
+HI = [{"role": "user", "content": "Name a colour of the rainbow."}]
+
+
+@pytest.fixture(scope="module")
+def client(smollm2: Model) -> OpenAI:
+    return OpenAI(smollm2, dtype="float32", kv_bytes="1GiB")
+
+
+# ---- openai against `rksc serve` -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url(smollm2: Model) -> Iterator[str]:
+    """A served model, in a process of its own."""
+    command = [sys.executable, "-m", "rksc.cli", "serve", str(smollm2.path), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--dtype", "float32"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        found = re.search(r"http\S+", process.stdout.readline())
+        assert found is not None
+        yield found[0]
+        process.terminate()
+        process.wait(60)
+
+
+def test_openai(url: str, client: OpenAI) -> None:
+    """The real client reads the server's answers as the client in the process gives them."""
+    openai = pytest.importorskip("openai")
+    real = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    ask: dict[str, Any] = {
+        "model": client.name, "messages": HI, "n": 3, "temperature": 0.8, "seed": 5,
+        "max_tokens": 12, "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    got, expected = real.chat.completions.create(**ask), client.chat.completions.create(**ask)
+    assert [c.message.content for c in got.choices] == [c.message.content for c in expected.choices]
+    assert [c.finish_reason for c in got.choices] == [c.finish_reason for c in expected.choices]
+    for ours, theirs in zip(expected.choices, got.choices, strict=True):
+        assert [t.token for t in theirs.logprobs.content] == [
+            t.token for t in ours.logprobs.content
+        ]
+        assert len(theirs.logprobs.content[0].top_logprobs) == 2
+    assert got.usage.prompt_tokens == expected.usage.prompt_tokens
+    again = real.chat.completions.create(**ask)
+    assert again.usage.prompt_tokens_details.cached_tokens >= got.usage.prompt_tokens - 8
+
+    del ask["top_logprobs"]
+    texts = [""] * 3
+    for chunk in real.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [c.message.content for c in got.choices]
+
+    whole = real.completions.create(
+        model="any", prompt=["The capital of France is", "One, two,"], max_tokens=3, temperature=0,
+        echo=True, logprobs=1, extra_body={"top_k": 5},
+    )  # fmt: skip
+    assert whole.choices[0].text.startswith("The capital of France is Paris")
+    assert len(whole.choices[1].logprobs.tokens) == len(whole.choices[1].logprobs.token_logprobs)
+    assert real.models.list().data[0].id == client.name
+    with pytest.raises(openai.BadRequestError, match="logit_bias") as refused:
+        real.chat.completions.create(model="any", messages=HI, logit_bias={"3": 1})
+    assert refused.value.param == "logit_bias"
+    assert isinstance(got, openai.types.chat.ChatCompletion)
+
+
+# ---- optillm -------------------------------------------------------------------------------------
+
+
+def optillm_module(name: str) -> Any:
+    """A module of optillm without the package's own __init__, which starts a Flask server and
+    wants clients of four clouds."""
+    spec = importlib.util.find_spec("optillm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("optillm is not installed")
+    if "optillm" not in sys.modules:
+        package = ModuleType("optillm")
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules["optillm"] = package
+    return importlib.import_module(f"optillm.{name}")
+
+
+def test_optillm_best_of_n(client: OpenAI) -> None:
+    bon = optillm_module("bon")
+    before = client.engine.session.stats()
+    text, tokens = bon.best_of_n_sampling(
+        "You answer in one word.", "Name a colour.", client, "rksc", 3, {"max_tokens": 8}
+    )
+    after = client.engine.session.stats()
+    assert isinstance(text, str)
+    assert tokens > 0
+    # Three answers from one prefill, then three ratings after the same system message.
+    assert after.tokens_reused + after.tokens_forked > before.tokens_reused + before.tokens_forked
+
+
+# ---- tree-of-thoughts-llm ------------------------------------------------------------------------
+
+
+def test_tree_of_thoughts_bfs(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as it is on PyPI runs its breadth-first search; only the answers' length is
+    bounded, because a small model rambles."""
+    if importlib.util.find_spec("tot") is None:
+        pytest.skip("tree-of-thoughts-llm is not installed")
+    from rksc.clients import tot
+
+    real = sys.modules.get("openai")
+    connected = tot.connect(client)
+    assert sys.modules.get("openai") is real
+    models = importlib.import_module("tot.models")
+    bfs = importlib.import_module("tot.methods.bfs")
+    monkeypatch.setattr(bfs, "gpt", functools.partial(models.gpt, max_tokens=24))
+    task = importlib.import_module("tot.tasks.game24").Game24Task()
+    task.steps = 2
+    settings = argparse.Namespace(
+        backend="gpt-4", temperature=0.7, method_generate="propose", method_evaluate="value",
+        method_select="greedy", n_generate_sample=1, n_evaluate_sample=3, n_select_sample=2,
+    )  # fmt: skip
+    before = client.engine.session.stats()
+    answers, log = bfs.solve(settings, task, 900, to_print=False)
+    after = client.engine.session.stats()
+    assert connected.engine is client.engine
+    assert 1 <= len(answers) <= 2
+    assert [step["step"] for step in log["steps"]] == [0, 1]
+    usage = models.gpt_usage("gpt-4")
+    assert usage["prompt_tokens"] > 1000
+    computed = after.tokens_computed - before.tokens_computed
+    assert computed < usage["prompt_tokens"] / 2 + usage["completion_tokens"]
+
+
+# ---- llm-reasoners -------------------------------------------------------------------------------
+
+
+def test_reasoners_language_model(client: OpenAI) -> None:
+    reasoners = pytest.importorskip("reasoners")
+    from rksc.clients.reasoners import RKSC
+
+    model = RKSC(client, max_new_tokens=8)
+    assert isinstance(model, reasoners.LanguageModel)
+    prompt = "The capital of France is"
+    greedy = model.generate([prompt, prompt], output_log_probs=True)
+    assert greedy.text[0] == greedy.text[1]
+    assert greedy.text[0].startswith(" Paris")
+    assert len(greedy.log_prob[0]) == 8
+    stopped = model.generate([prompt], eos_token_id=["."], hide_input=False)
+    assert stopped.text[0].startswith(prompt)
+    assert not stopped.text[0].endswith(".")
+    several = model.generate([prompt], do_sample=True, num_return_sequences=3, seed=1)
+    assert len(several.text) == 3
+    (logits,) = model.get_next_token_logits(prompt, [" Paris", " Rome"], "log_softmax")
+    assert logits[0] > logits[1]
+    contents = [f"{prompt} Paris", f"{prompt} Rome, Italy"]
+    scores = model.get_loglikelihood(prompt, contents)
+    assert scores[0] == pytest.approx(logits[0], abs=1e-4)
+    assert scores[0] > scores[1]
+    assert np.isfinite(scores).all()
+    with pytest.raises(ValueError, match="stopping_criteria"):
+        model.generate([prompt], stopping_criteria=[1])
+
+
+# ---- imports -------------------------------------------------------------------------------------
+
+
+def test_nothing_heavy_is_imported_with_the_clients() -> None:
+    """`import rksc.clients` needs none of the packages whose shapes it has."""
+    code = (
+        "import sys, rksc.clients, rksc.clients.tot\n"
+        "heavy = {'openai', 'torch', 'transformers', 'lm_eval', 'starlette', 'reasoners', 'vllm'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "[]"

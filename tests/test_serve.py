@@ -1,0 +1,265 @@
+"""`rksc serve` over real sockets: answers, streams, errors, disconnects, limits, the end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from letters import Letters
+
+from rksc import BranchSession
+from rksc.clients import OpenAI
+from rksc.clients._engine import Engine
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from rksc import serve as module
+from rksc.serve import application
+
+ASK = [{"role": "user", "content": "the abc of 12 things, " * 4}]
+ANSWER: dict[str, Any] = {
+    "messages": ASK, "temperature": 0.9, "seed": 4, "n": 3, "max_tokens": 12, "ignore_eos": True,
+}  # fmt: skip
+
+
+class Server:
+    """The application under uvicorn in a thread of this process."""
+
+    def __init__(self, engine: Engine, hosts: list[str] | None) -> None:
+        import uvicorn
+
+        self.engine = engine
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        config = uvicorn.Config(
+            application(engine, hosts), log_level="error", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        connection = self.connect()
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+        reply = connection.getresponse()
+        text = reply.read()
+        connection.close()
+        return reply.status, json.loads(text) if text[:1] == b"{" else {"text": text.decode()}
+
+    def chat(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        return self.request("POST", "/v1/chat/completions", fields)
+
+
+@pytest.fixture
+def engine(make_session: Callable[..., BranchSession]) -> Engine:
+    return Engine(make_session("T4", tokenizer=Letters(chat=True)))
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[Server]:
+    server = Server(engine, ["127.0.0.1", "localhost"])
+    yield server
+    server.stop()
+    assert engine.session.stats().branches == 0
+
+
+def expected(make_session: Callable[..., BranchSession], **fields: Any) -> list[str]:
+    client = OpenAI(make_session("T4", tokenizer=Letters(chat=True)))
+    answer = client.chat.completions.create(**fields)
+    return [choice.message.content for choice in answer.choices]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_answer_is_that_of_the_client(
+    server: Server, make_session: Callable[..., BranchSession]
+) -> None:
+    status, answer = server.chat(**ANSWER)
+    assert status == 200
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == expected(make_session, **ANSWER)
+    assert answer["usage"]["completion_tokens"] == 36
+    _, again = server.chat(**ANSWER)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    status, answer = server.request(
+        "POST", "/v1/completions", {"prompt": "abc", "max_tokens": 2, "echo": True, "logprobs": 1}
+    )
+    assert status == 200
+    assert answer["choices"][0]["text"].startswith("abc")
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 4
+
+
+def events(reply: http.client.HTTPResponse) -> Iterator[Any]:
+    for line in reply:
+        if line.startswith(b"data: "):
+            data = line[6:].strip()
+            yield data if data == b"[DONE]" else json.loads(data)
+
+
+def test_a_stream_adds_up(server: Server, make_session: Callable[..., BranchSession]) -> None:
+    connection = server.connect()
+    body = json.dumps({**ANSWER, "stream": True, "stream_options": {"include_usage": True}})
+    connection.request("POST", "/v1/chat/completions", body)
+    reply = connection.getresponse()
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, done = events(reply)
+    connection.close()
+    assert done == b"[DONE]"
+    assert last["usage"]["completion_tokens"] == 36
+    texts = [""] * 3
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == expected(make_session, **ANSWER)
+
+
+def test_concurrent_requests_share_steps(
+    server: Server, make_session: Callable[..., BranchSession]
+) -> None:
+    def ask(i: int) -> dict[str, Any]:
+        return {**ANSWER, "messages": [{"role": "user", "content": f"{i} abc"}], "max_tokens": 40}
+
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda i: server.chat(**ask(i)), range(6)))
+    for i, (status, answer) in enumerate(replies):
+        assert status == 200
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert texts == expected(make_session, **ask(i))
+    assert server.engine.session.stats().steps < 6 * 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_frees_the_branches(server: Server, stream: bool) -> None:
+    connection = server.connect()
+    body = json.dumps({**ANSWER, "max_tokens": 400, "stream": stream})
+    connection.request("POST", "/v1/chat/completions", body)
+    eventually(lambda: server.engine.session.stats().branches == 3)
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    eventually(lambda: server.engine.session.stats().branches == 0)
+    assert not server.engine.busy
+    assert server.engine.session.stats().steps < 350
+    assert server.chat(**ANSWER)[0] == 200
+
+
+def test_errors_name_the_field(server: Server) -> None:
+    for field, change in (
+        ("temperature", {"temperature": 1000}),
+        ("messages", {"messages": "hi"}),
+        ("logit_bias", {"logit_bias": {"3": 5}}),
+        ("max_tokens", {"max_tokens": "all"}),
+        ("n", {"n": 0}),
+    ):
+        status, answer = server.chat(**{**ANSWER, **change})
+        assert status == 400
+        assert answer["error"]["param"] == field
+        assert field in answer["error"]["message"]
+        assert answer["error"]["type"] == "invalid_request_error"
+    assert server.request("POST", "/v1/chat/completions", b"{not json")[0] == 400
+    assert server.request("POST", "/v1/chat/completions", b"[1]")[0] == 400
+    assert server.request("POST", "/v1/chat/completions", b"[" * 100000)[0] == 400
+    assert server.request("POST", "/v1/completions", b"\xff\xfe")[0] == 400
+    assert server.request("GET", "/v1/nothing")[0] == 404
+    assert server.request("GET", "/v1/completions")[0] == 405
+    assert not server.engine.busy
+
+
+def test_a_long_body_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BODY", 1000)
+    status, answer = server.request("POST", "/v1/completions", b" " * 1001)
+    assert status == 413
+    assert "1000 bytes" in answer["error"]["message"]
+
+
+def test_a_full_queue_is_said(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
+    assert server.chat(**ANSWER)[0] == 503
+    assert server.chat(**{**ANSWER, "n": 2})[0] == 200
+
+
+def test_a_failed_step_is_a_500(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no step today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine.session, "step", fail)
+        status, answer = server.chat(**ANSWER)
+        assert status == 500
+        assert answer["error"]["message"] == "no step today"
+        connection = server.connect()
+        connection.request("POST", "/v1/chat/completions", json.dumps({**ANSWER, "stream": True}))
+        *_, error, done = events(connection.getresponse())
+        connection.close()
+        assert error["error"]["message"] == "no step today"
+        assert done == b"[DONE]"
+    assert server.chat(**ANSWER)[0] == 200
+
+
+def test_models_and_health(server: Server) -> None:
+    status, answer = server.request("GET", "/v1/models")
+    assert status == 200
+    assert [card["id"] for card in answer["data"]] == [server.engine.name]
+    assert server.request("GET", "/health") == (200, {"status": "ok"})
+
+
+def test_other_host_names_are_refused(server: Server) -> None:
+    assert server.request("GET", "/v1/models", Host="evil.example")[0] == 400
+    assert server.request("GET", "/v1/models", Host=f"localhost:{server.port}")[0] == 200
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_the_command_serves_until_ctrl_c(smollm2: Any) -> None:
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "rksc.cli", "serve", str(smollm2.path), "--port", "0"]
+    restored = "import signal, os, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    launch = [sys.executable, "-c", f"{restored}; os.execv(sys.argv[1], sys.argv[1:])", *command]
+    with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            address = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+            assert address is not None, line
+            connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=60)
+            body = {"messages": ASK, "max_tokens": 500, "stream": True}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            reply = connection.getresponse()
+            assert next(events(reply))["choices"][0]["delta"]["role"] == "assistant"
+            process.send_signal(signal.SIGINT)  # while it answers
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
