@@ -414,7 +414,8 @@ rk_status rk_session_logits_at(rk_session *s, rk_branch *branch, int32_t begin,
             for (int32_t i = 0; i < n; i++) {
                 s->step.rows[i] = s->step.first_rows[0] + i;
             }
-            rk_forward_logits(&s->forward, s->step.rows, n, logits);
+            status =
+                rk_forward_logits(&s->forward, s->step.rows, n, logits, err);
         }
         rk_step_close(s, status == RK_OK);
         logits += (size_t)n * (size_t)s->model.config.vocab_size;
