@@ -74,9 +74,11 @@ class ASKS:
     eighth of them) and goes on from there when it is rejected; "suffix" (the paper's) runs
     the suffix over the root's KV through all layers.
     pool: "mean" over the tokens that differ, or the "last" token.
-    guard: "numbers" rejects pairs whose numbers differ, before anything is computed; None;
-    or a callable (own text, root's text) -> bool, True to go on.
-    What no setting notices: one word turned round ("more" / "fewer"). See docs/method.md.
+    guard: "numbers" rejects pairs whose numbers differ, before anything is computed; "reworded"
+    also near-copies (`rksc.is_rewording`); None; or a callable (own text, root's text) -> bool,
+    True to go on.
+    What no setting notices: one word turned round ("more" / "fewer") within a rewording.
+    `rksc.calibrate` finds settings on the user's own pairs. See docs/method.md.
     """
 
     center: NDArray[np.float32] | None = None
@@ -85,7 +87,7 @@ class ASKS:
     probe: Literal["prefix", "suffix"] = "prefix"
     probe_layers: int | None = None
     pool: Literal["mean", "last"] = "mean"
-    guard: Literal["numbers"] | Guard | None = "numbers"
+    guard: Literal["numbers", "reworded"] | Guard | None = "numbers"
     uncentered: bool = False
 
     def __post_init__(self) -> None:
@@ -99,8 +101,8 @@ class ASKS:
             "probe_layers", self.probe_layers, "None or an int >= 1",
         )  # fmt: skip
         _check(
-            self.guard is None or self.guard == "numbers" or callable(self.guard),
-            "guard", self.guard, '"numbers", None or a callable',
+            self.guard in (None, "numbers", "reworded") or callable(self.guard),
+            "guard", self.guard, '"numbers", "reworded", None or a callable',
         )  # fmt: skip
         if self.probe == "suffix" and self.pool == "mean":
             raise ValueError('probe="suffix" compares last tokens: it needs pool="last"')

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from . import _core
 from ._core import Branch
 from .config import ModelConfig
-from .guard import same_numbers
+from .guard import is_rewording, same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .results import Gate, Generation, Stats, Token, Verdict
 from .text import TextStream, check_text, final_text
@@ -272,8 +272,8 @@ class BranchSession(_core.Session):
         differs. Equal tokens need no guard."""
         if asks.guard is None or np.array_equal(np.asarray(own), root):
             return True
-        guard = same_numbers if asks.guard == "numbers" else asks.guard
-        assert callable(guard)
+        named = {"numbers": same_numbers, "reworded": is_rewording}
+        guard = named[asks.guard] if isinstance(asks.guard, str) else asks.guard
         return bool(guard(self.decode(own), self.decode(root)))
 
     def layer_means(
