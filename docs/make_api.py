@@ -24,7 +24,8 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Settings": ("Sampling", "ASKS", "CGEE", "RSBCM"),
     "Results": ("Generation", "Token", "Verdict", "Gate", "Stats"),
     "Solving": ("solve", "search", "Approach", "Solution", "Node", "Phase"),
-    "The guard on numbers": ("numbers", "same_numbers"),
+    "The guards on wordings": ("numbers", "same_numbers", "is_rewording"),
+    "Calibration": ("calibrate", "calibrate_cgee"),
 }
 
 Definition = ast.ClassDef | ast.FunctionDef

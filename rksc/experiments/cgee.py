@@ -1,0 +1,346 @@
+"""CGEE: what each shortcut saves, and how often it changes the winner.
+
+Every problem is answered by several sampled branches and verified in full once; all thresholds are
+replayed over these records by the pure policy. Is the verifier any good here? Does it settle early?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..load import Model
+from ..options import CGEE
+from .fitting import Verified, fit_cgee, lens_costs, saved
+from .measure import answers, mean_of
+from .plots import COLOURS, band, style
+from .replay import majority
+from .runner import Lab, Result
+from .stats import rate, wilson
+from .table import Column, Finding, Table
+from .tasks import Problem, problem_sets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+N_BRANCHES = 8
+WANTED = 0.02
+
+
+def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
+    """Savings and changed winners of contenders, level 1 and level 2; presets; baselines."""
+    lab = Lab.of(model, options)
+    sets, results = answered(lab)
+    verified = [
+        Verified.of(f"{name} {problem.id}", result)
+        for (name, problem), result in zip(sets, results, strict=True)
+    ]
+    costs = lens_costs(lab)
+    rows = [
+        _row(rule, setting, threshold, settings, verified, results, costs)
+        for rule, setting, threshold, settings in _sweep(verified[0].n_layers)
+    ]
+    columns = (
+        Column("rule"), Column("setting"), Column("threshold"),
+        Column("layers saved", "%"), Column("net of the lens", "%"),
+        Column("winners changed", "%"), Column("low", "%"), Column("high", "%"),
+        Column("answers changed", "%"), Column("decided without verification", "%"),
+        Column("changed among these", "%"), Column("right", "%"), Column("problems"),
+    )  # fmt: skip
+    meta = lab.meta(n_branches=N_BRANCHES, sets=_counts(sets), lens_costs_layers=costs)
+    table = Table(
+        "cgee", "Shortcuts of verification against full verification", columns, rows, meta
+    )
+    table.also["baselines"] = _baselines(verified, results, meta)
+    table.also["layers"] = _layers(verified, meta)
+    table.also["risk"] = _risk(verified, meta)
+    found = fit_cgee(verified, WANTED, costs, lab.seed)
+    table.findings.extend(_findings(table))
+    table.findings.append(
+        Finding(f"calibrate_cgee with {WANTED:.0%} wanted: {found.says}", found.level2)
+    )
+    return table
+
+
+def answered(lab: Lab) -> tuple[list[tuple[str, Problem]], list[Result]]:
+    """Problems of every set, each answered and verified (shared with `accuracy`)."""
+    n = lab.size(20, None)
+    sets = [
+        (name, problem)
+        for name, problems in problem_sets(lab.folder, n, lab.seed).items()
+        for problem in problems
+    ]
+    items = [
+        {"problem": asdict(problem), "n_branches": N_BRANCHES,
+         "max_new_tokens": 96 if lab.quick else 320, "seed": lab.seed}
+        for _, problem in sets
+    ]  # fmt: skip
+    return sets, lab.measure(answers, items)
+
+
+def _counts(sets: Sequence[tuple[str, Problem]]) -> dict[str, int]:
+    names = [name for name, _ in sets]
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+# ---- the sweep ---------------------------------------------------------------------------------
+
+PRESETS = {"CGEE()": CGEE(), "CGEE.fast()": CGEE.fast(), "CGEE.paper()": CGEE.paper()}
+_PLAIN = CGEE(kappa=0.0)
+
+
+def _sweep(n_layers: int) -> Iterator[tuple[str, str, float | None, CGEE]]:
+    for kappa in np.arange(0.5, 1.001, 0.02):
+        yield "contenders", "kappa", float(kappa), CGEE(kappa=round(float(kappa), 2))
+    for lead in (0.03, 0.06, 0.12):
+        for top in np.arange(0.5, 0.96, 0.05):
+            settings = replace(_PLAIN, skip_top=round(float(top), 2), skip_lead=lead)
+            yield "level 1", f"lead {lead:g}", float(top), settings
+    for lens in ("answer", "full"):
+        unit, most = ("ln 2", 1.0) if lens == "answer" else ("nats", 11.0)
+        for norm in (True, False):
+            for start in (2, n_layers // 2, 7 * n_layers // 8):
+                for part in np.linspace(0.05, 1.0, 20):
+                    settings = replace(
+                        _PLAIN, lens=lens, norm=norm, theta=float(part * most),
+                        epsilon=most, min_layer=max(2, start),
+                    )  # fmt: skip
+                    name = (
+                        f"{lens} lens{', norm' if norm else ''}, from layer {max(2, start)}, {unit}"
+                    )
+                    yield "level 2", name, float(part * most), settings
+    for name, settings in PRESETS.items():
+        yield "preset", name, None, settings
+
+
+def _row(
+    rule: str,
+    setting: str,
+    threshold: float | None,
+    settings: CGEE,
+    verified: Sequence[Verified],
+    results: Sequence[Result],
+    costs: dict[str, float],
+) -> tuple[Any, ...]:
+    judged = [v.judge(settings) for v in verified]
+    changed = [j.winner != v.winner for j, v in zip(judged, verified, strict=True)]
+    answers_changed = [
+        r["answer"][j.winner] != r["answer"][v.winner]
+        for r, j, v in zip(results, judged, verified, strict=True)
+    ]
+    right = [r["right"][j.winner] for r, j in zip(results, judged, strict=True)]
+    skipped = [j.skipped for j in judged]
+    of_these = [c for c, s in zip(changed, skipped, strict=True) if s]
+    gross, net = (saved(judged, verified, c) for c in (0.0, costs[settings.lens or "answer"]))
+    return (
+        rule, setting, None if threshold is None else round(threshold, 4), 100 * gross,
+        100 * net, *_percent(changed), 100 * mean_of(answers_changed),
+        100 * mean_of(skipped), 100 * mean_of(of_these) if of_these else None,
+        100 * mean_of(right), len(verified),
+    )  # fmt: skip
+
+
+def _percent(flags: Sequence[bool]) -> tuple[float, float, float]:
+    r = rate(flags)
+    return 100 * r.value, 100 * r.low, 100 * r.high
+
+
+# ---- is the verifier any good? -----------------------------------------------------------------
+
+
+def _baselines(verified: Sequence[Verified], results: Sequence[Result], meta: Any) -> Table:
+    """Accuracy of each way to choose among the same branches."""
+
+    def chosen(pick: Iterable[int]) -> list[bool]:
+        return [bool(r["right"][i]) for r, i in zip(results, pick, strict=True)]
+
+    ways: dict[str, list[bool]] = {
+        "verification": chosen(v.winner for v in verified),
+        "confidence": chosen(int(np.argmax(v.confidence)) for v in verified),
+        "score alone": chosen(int(np.argmax(v.scores)) for v in verified),
+        "majority": chosen(majority(r["answer"]) for r in results),
+        "any branch right": [any(r["right"]) for r in results],
+    }
+    rows: list[tuple[Any, ...]] = [(name, *_percent(f), len(f)) for name, f in ways.items()]
+    chance = [mean_of(r["right"]) for r in results]
+    spread = 1.96 * float(np.std(chance)) / np.sqrt(len(chance))
+    middle = mean_of(chance)
+    rows.insert(
+        4,
+        (
+            "chance",
+            100 * middle,
+            100 * max(0, middle - spread),
+            100 * (middle + spread),
+            len(chance),
+        ),
+    )
+    columns = (Column("choice by"), Column("right", "%"), Column("low", "%"), Column("high", "%"),
+               Column("problems"))  # fmt: skip
+    return Table("cgee", "Who chooses best among the same branches", columns, rows, meta)
+
+
+def _layers(verified: Sequence[Verified], meta: Any) -> Table:
+    """By layer: the answer lens' entropy, and whether its decisions are the final ones."""
+    n_layers = verified[0].n_layers
+    entropies = np.concatenate([v.lenses["answer norm"].entropies for v in verified])
+    seen = np.concatenate([v.lenses["answer norm"].scores for v in verified])
+    full = np.concatenate([v.scores for v in verified])
+    same = (seen > 0.5) == (full > 0.5)[:, None]
+    settled = np.cumprod(same[:, ::-1], axis=1)[:, ::-1].astype(bool)
+    vocabulary = np.concatenate([v.lenses["full norm"].entropies for v in verified])
+    rows: list[tuple[Any, ...]] = []
+    for layer in range(n_layers):
+        winners = [
+            int(np.argmax(v.lenses["answer norm"].scores[:, layer] * np.sqrt(v.confidence)))
+            == v.winner
+            for v in verified
+        ]
+        low, mid, high = np.quantile(entropies[:, layer], [0.25, 0.5, 0.75]) / np.log(2)
+        rows.append((
+            layer + 1, float(mid), float(low), float(high), float(np.median(vocabulary[:, layer])),
+            100 * float(same[:, layer].mean()), 100 * float(settled[:, layer].mean()),
+            *_percent(winners),
+        ))  # fmt: skip
+    columns = (
+        Column("layer"), Column("answer entropy", "ln 2"), Column("quarter", "ln 2"),
+        Column("three quarters", "ln 2"), Column("vocabulary entropy", "nats"),
+        Column("decides as at the end", "%"), Column("settled for good", "%"),
+        Column("winner as at the end", "%"), Column("low", "%"), Column("high", "%"),
+    )  # fmt: skip
+    return Table("cgee", "What a lens sees after each layer of a verification", columns, rows, meta)
+
+
+def _risk(verified: Sequence[Verified], meta: Any) -> Table:
+    """Risk-coverage: decide without verification where the lead of the top confidence is
+    largest; how often is that another winner than verification's?"""
+    leads, wrong = [], []
+    for v in verified:
+        order = np.argsort(-v.confidence, kind="stable")
+        leads.append(v.confidence[order[0]] - v.confidence[order[1]])
+        wrong.append(int(order[0]) != v.winner)
+    by_lead = np.argsort(-np.array(leads), kind="stable")
+    rows: list[tuple[Any, ...]] = []
+    for n in range(1, len(by_lead) + 1):
+        k = int(np.sum(np.array(wrong)[by_lead[:n]]))
+        low, high = wilson(k, n)
+        rows.append((100 * n / len(by_lead), float(leads[by_lead[n - 1]]), 100 * k / n, 100 * low,
+                     100 * high))  # fmt: skip
+    columns = (Column("coverage", "%"), Column("lead"), Column("risk", "%"), Column("low", "%"),
+               Column("high", "%"))  # fmt: skip
+    return Table(
+        "cgee", "Winners changed when the largest leads skip verification", columns, rows, meta
+    )
+
+
+# ---- what it says ------------------------------------------------------------------------------
+
+
+def _findings(table: Table) -> list[Finding]:
+    found = []
+    for row in table.where(rule="preset").dicts():
+        changed = f"{row['winners changed']:.1f} % of winners [{row['low']:.1f}, {row['high']:.1f}]"
+        found.append(Finding(
+            f"{row['setting']} saves {row['net of the lens']:.1f} % of the verification's layers "
+            f"after the lens's own cost and changes {changed}, n = {row['problems']}.",
+            row["winners changed"] <= 100 * WANTED and row["net of the lens"] > 0,
+        ))  # fmt: skip
+    level2 = [r for r in table.where(rule="level 2").dicts() if r["winners changed"] <= 5]
+    most = max((r["net of the lens"] for r in level2), default=0.0)
+    found.append(Finding(
+        "Leaving inside the pass (level 2, any lens, any threshold swept) saves at most "
+        f"{most:.1f} % "
+        "of the layers, net of the lens, at no more than 5 % changed winners.", most > 5,
+    ))  # fmt: skip
+    layers = table.also["layers"]
+    settled = layers.column("settled for good")
+    half = next((i + 1 for i, s in enumerate(settled) if s >= 50), len(settled))
+    found.append(Finding(
+        f"Half of the decisions have settled for good after layer {half} of {len(settled)}.",
+        half <= len(settled) / 2,
+    ))  # fmt: skip
+    right = {r["choice by"]: r for r in table.also["baselines"].dicts()}
+    verification, others = (
+        right["verification"],
+        [right[n] for n in ("confidence", "majority", "chance")],
+    )
+    best = max(others, key=lambda r: r["right"])
+    found.append(Finding(
+        f"Choosing by verification is right in {verification['right']:.1f} % "
+        f"[{verification['low']:.1f}, {verification['high']:.1f}], by confidence in "
+        f"{right['confidence']['right']:.1f} %, by majority in "
+        f"{right['majority']['right']:.1f} %, by "
+        f"chance in {right['chance']['right']:.1f} %.", verification["right"] > best["right"],
+    ))  # fmt: skip
+    return found
+
+
+def shown(table: Table) -> list[Table]:
+    """The presets and the baselines; the sweep is in the picture and the file."""
+    return [table.where(rule="preset"), table.also["baselines"]]
+
+
+def draw(figure: Figure, table: Table) -> None:
+    """Saved against changed; by layer; risk against coverage."""
+    figure.set_size_inches(10.5, 3.5)
+    left, middle, right = figure.subplots(1, 3)
+    series = [("contenders", "kappa"), ("level 1", "lead 0.06")]
+    series += [("level 2", s) for s in dict.fromkeys(table.where(rule="level 2").column("setting"))
+               if "norm" in s and "from layer 2," not in s]  # fmt: skip
+    for i, (rule, setting) in enumerate(series):
+        part = table.where(rule=rule, setting=setting)
+        rows = sorted(
+            zip(part.column("net of the lens"), part.column("winners changed"), strict=True)
+        )
+        name = rule if rule != "level 2" else setting.split(", norm")[0] + setting.split("norm")[1]
+        name = name.rsplit(", ", 1)[0] if rule == "level 2" else f"{rule} ({setting})"
+        look = {**style(i), "markersize": 2.5}
+        left.plot([r[0] for r in rows], [r[1] for r in rows], label=name, **look)
+    for row in table.where(rule="preset").dicts():
+        left.errorbar(
+            row["net of the lens"], row["winners changed"],
+            yerr=[[row["winners changed"] - row["low"]], [row["high"] - row["winners changed"]]],
+            fmt="*", color="black", markersize=8, capsize=2, elinewidth=0.8,
+        )  # fmt: skip
+        left.annotate(row["setting"], (row["net of the lens"], row["winners changed"]),
+                      xytext=(5, 4), textcoords="offset points", fontsize=7)  # fmt: skip
+    left.set_xlim(-20, 100)
+    left.set_xlabel("layers of verification saved, net of the lens [%]")
+    left.set_ylabel("winners changed [%]")
+    left.set_title("What a shortcut saves and changes")
+    left.legend(fontsize=6.5)
+    layers = table.also["layers"]
+    x = layers.column("layer")
+    middle.plot(
+        x,
+        layers.column("settled for good"),
+        label="decision settled for good",
+        **style(0) | {"marker": ""},
+    )
+    middle.plot(
+        x,
+        layers.column("winner as at the end"),
+        label="winner as at the end",
+        **style(1) | {"marker": ""},
+    )
+    band(middle, x, layers.column("low"), layers.column("high"), 1)
+    middle.plot(x, [100 * h for h in layers.column("answer entropy")], label="entropy [% of ln 2]",
+                **style(2) | {"marker": ""})  # fmt: skip
+    band(middle, x, [100 * h for h in layers.column("quarter")],
+         [100 * h for h in layers.column("three quarters")], 2)  # fmt: skip
+    middle.set_xlabel("layer")
+    middle.set_ylabel("[%]")
+    middle.set_ylim(0, 102)
+    middle.set_title("What the answer lens sees")
+    middle.legend(fontsize=6.5)
+    risk = table.also["risk"]
+    right.plot(risk.column("coverage"), risk.column("risk"), color=COLOURS[0])
+    band(right, risk.column("coverage"), risk.column("low"), risk.column("high"), 0)
+    right.set_xlabel("problems decided without verification [%]")
+    right.set_ylabel("winners changed among these [%]")
+    right.set_ylim(0, 102)
+    right.set_title("Risk and coverage by the top lead")

@@ -1,0 +1,319 @@
+"""Where the time goes and what each mechanism saves: the paper's tables, per data set.
+
+The same branches in every arm: No-KV, exact prefix caching, sharing alone, CGEE alone, all, and the
+paper's presets. In the set `reworded` branches ask in other words; elsewhere all ask alike and ASKS
+has nothing to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bench import PHASES, Clock, Work, alone
+from ..load import Model
+from ..options import ASKS, CGEE, Sampling
+from ..prompts import Wordings
+from ..session import BranchSession
+from .fitting import N_CENTRE
+from .measure import SUFFIX, centres, sampling
+from .plots import COLOURS
+from .replay import Lenses, judge, select
+from .runner import Bench, Lab, Result
+from .stats import bootstrap, halves, rate
+from .table import Column, Finding, Table
+from .tasks import REWORDING, Problem, examples, problem_sets, wording_pairs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NO_KV, EXACT, SHARING = "No-KV", "exact caching", "exact caching + ASKS"
+CGEE_ALONE, ALL, FAST, PAPER = "CGEE alone", "all", "all, fast preset", "all, paper's presets"
+REWORDED = "reworded"
+_SHOWN = tuple(phase for phase in PHASES if phase != "suffix")
+
+
+def decomposition(model: Model | str | Path | Lab, **options: Any) -> Table:
+    """Seconds, tokens and changed winners of every arm, per data set."""
+    lab = Lab.of(model, options)
+    n_branches, n_tokens = 8, 48 if lab.quick else 256
+    work = list(_work(lab, lab.size(4, 50)))
+    items = [
+        {**item, "n_branches": n_branches, "max_new_tokens": n_tokens, "seed": lab.seed}
+        for _, item in work
+    ]
+    results = lab.measure(arms, items, timed=True)
+    of_set: dict[str, list[Result]] = {}
+    for (name, _), result in zip(work, results, strict=True):
+        of_set.setdefault(name, []).append(result)
+    rows = [
+        (name, arm, *_row([r[arm] for r in of], [r[NO_KV] for r in of], [r[EXACT] for r in of]))
+        for name, of in of_set.items()
+        for arm in of[0]
+    ]
+    columns = (
+        Column("set"), Column("arm"), *(Column(phase, "s") for phase in _SHOWN),
+        Column("total", "s"), Column("speed-up", "x"), Column("low", "x"), Column("high", "x"),
+        Column("over exact", "x"), Column("computed", "tokens"), Column("verified", "%"),
+        Column("approximate", "%"), Column("winners changed", "%"), Column("changed low", "%"),
+        Column("changed high", "%"), Column("answers changed", "%"), Column("right", "%"),
+        Column("problems"),
+    )  # fmt: skip
+    meta = lab.meta(n_branches=n_branches, max_new_tokens=n_tokens)
+    table = Table("decomposition", "What each mechanism saves (per problem)", columns, rows, meta)
+    table.findings.extend(_findings(table, results))
+    return table
+
+
+def _work(lab: Lab, n: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(set, settings) for n problems of each set and n reworded questions."""
+    shots = {"gsm8k": 4, "arc_challenge": 5, "mmlu_stem": 5}
+    for name, problems in problem_sets(lab.folder, n, lab.seed).items():
+        header = examples(lab.folder, name, shots.get(name, 0))
+        for problem in problems:
+            yield name, {"problem": asdict(problem), "others": [], "header": header, "centre": []}
+    by_group = wording_pairs(lab.folder, None, lab.seed)
+    first, second = halves(list(by_group), lab.seed)
+    centre = [by_group[group][0].root for group in sorted(first)][:N_CENTRE]
+    header = examples(lab.folder, "gsm8k", shots["gsm8k"])
+    for group in [g for g in by_group if g in second][:n]:
+        pairs = [pair for pair in by_group[group] if pair.kind == REWORDING]
+        asked = asdict(Problem(group, pairs[0].root, "unknown"))
+        yield REWORDED, {"problem": asked, "others": [p.own for p in pairs], "header": header,
+                         "centre": centre}  # fmt: skip
+
+
+# ---- the arms ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem as every arm gets it: wordings, what follows each, how to judge."""
+
+    words: Wordings
+    problem: Problem
+    texts: list[str]
+    n_branches: int
+    max_new_tokens: int
+    sampling: Sampling
+
+    def wording(self, i: int) -> int:
+        """Which text branch i asks with."""
+        return i % len(self.texts)
+
+
+def arms(
+    bench: Bench,
+    problem: dict[str, Any],
+    others: Sequence[str],
+    header: str,
+    centre: Sequence[str],
+    n_branches: int,
+    max_new_tokens: int,
+    seed: int,
+) -> Result:
+    """Every arm's seconds by phase, tokens, winner and answer, for one problem."""
+    row = Problem(**{**problem, "choices": tuple(problem["choices"])})
+    session = bench.session
+    case = Case(
+        Wordings(session, row.instruction, header or None), row, [row.text, *others], n_branches,
+        max_new_tokens, sampling(seed),
+    )  # fmt: skip
+    middle = centres(bench, case.words, centre)["mean"] if centre else None
+    made: Result = {NO_KV: _apart(bench, case, None)}
+    made[EXACT] = _shared(session, case, None, None)
+    if middle is not None:
+        made[SHARING] = _shared(session, case, ASKS(center=middle, guard="reworded"), None)
+    made[CGEE_ALONE] = _apart(bench, case, CGEE())
+    asks = None if middle is None else ASKS(center=middle, guard="reworded")
+    made[ALL] = _shared(session, case, asks, CGEE())
+    made[FAST] = _shared(session, case, asks, CGEE.fast())
+    made[PAPER] = _shared(session, case, None if middle is None else ASKS.paper(), CGEE.paper())
+    return made
+
+
+def _shared(session: BranchSession, case: Case, asks: ASKS | None, cgee: CGEE | None) -> Result:
+    session.invalidate()
+    session.asks, session.cgee = asks, cgee
+    words, suffix = case.words, case.words.suffix(SUFFIX)
+    prompts = [words.problem(text) for text in case.texts]
+    clock = Clock(session)
+    try:
+        with clock.phase("prefill"):
+            root = session.prefill(prompts[0])
+            planted = [root.fork([suffix])[0]]
+            for prompt in prompts[1:]:
+                planted.append(session.prefill(prompt, similar_to=root, suffix=suffix))
+            session.compute(planted)
+            kids = [planted[case.wording(i)].fork(1)[0] for i in range(case.n_branches)]
+        for i, kid in enumerate(kids):
+            kid.stream = i
+        with clock.phase("decode"):
+            made = session.generate(kids, case.max_new_tokens, case.sampling)
+        with clock.phase("verify"):
+            yes, no = words.answers(None, None)
+            verdicts = session.verify(kids, words.verification(), yes, no)
+    finally:
+        session.asks, session.cgee = None, None
+    result = _outcome(
+        clock, case, [g.text or "" for g in made], [g.tokens for g in made],
+        [kid.confidence for kid in kids], [v.score for v in verdicts],
+        [kid.approximate for kid in kids],
+    )  # fmt: skip
+    for branch in (root, *planted, *kids):
+        branch.drop()
+    return result
+
+
+def _apart(bench: Bench, case: Case, cgee: CGEE | None) -> Result:
+    """Every branch computes its own prompt, every verification reads everything again. With
+    CGEE: only what it would verify."""
+    session: BranchSession = bench.memory.get("apart") or bench.open(share=False)
+    bench.memory["apart"] = session
+    suffix = list(case.words.suffix(SUFFIX))
+    prompts = [[*case.words.problem(text), *suffix] for text in case.texts]
+    yes, no = case.words.answers(None, None)
+    work = Work(
+        [], [prompts[case.wording(i)] for i in range(case.n_branches)], case.words.verification(),
+        yes, no, case.max_new_tokens, case.sampling,
+    )  # fmt: skip
+    streams = list(range(case.n_branches))
+    verified = None
+    if cgee is not None:  # the confidences are those of any other arm
+        known = bench.memory["confidence"]
+        nothing = Lenses(np.empty((0, 0)), np.empty((0, 0)))
+        judged = judge(cgee, known, np.zeros(len(known)), nothing, session.config.n_layers)
+        verified = [i for i in streams if not np.isnan(judged.scores[i])]
+    done = alone(session, work, streams, verified)
+    confidence = [kid.confidence for kid in done.branches]
+    bench.memory["confidence"] = confidence
+    scores: list[float | None] = [None] * case.n_branches
+    for i, verdict in zip(streams if verified is None else verified, done.verdicts, strict=True):
+        scores[i] = verdict.score
+    result = _outcome(
+        done.clock, case, [g.text or "" for g in done.generations],
+        [g.tokens for g in done.generations], confidence, scores, [False] * case.n_branches,
+    )  # fmt: skip
+    for branch in done.branches:
+        branch.drop()
+    return result
+
+
+def _outcome(
+    clock: Clock,
+    case: Case,
+    texts: Sequence[str],
+    tokens: Sequence[NDArray[np.int32]],
+    confidence: Sequence[float | None],
+    scores: Sequence[float | None],
+    approximate: Sequence[bool],
+) -> Result:
+    winner = select(
+        [np.nan if s is None else s for s in scores],
+        [1.0 if c is None else c for c in confidence],
+    )
+    answer = case.problem.read(texts[winner])
+    return {
+        "seconds": {name: phase.seconds for name, phase in clock.phases.items()},
+        "computed": sum(phase.tokens for phase in clock.phases.values()),
+        "winner": winner,
+        "answer": answer,
+        "right": answer == case.problem.answer,
+        "verified": sum(s is not None for s in scores),
+        "approximate": sum(approximate),
+        "branches": len(texts),
+        "tokens": [t.tolist() for t in tokens],
+    }
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+
+def _row(
+    mine: Sequence[Result], no_kv: Sequence[Result], exact: Sequence[Result]
+) -> tuple[Any, ...]:
+    n = len(mine)
+    seconds = {p: float(np.mean([r["seconds"][p] for r in mine])) for p in PHASES}
+    total, bare, cached = (
+        np.array([sum(r["seconds"].values()) for r in results]) for results in (mine, no_kv, exact)
+    )
+    low, high = bootstrap(
+        np.stack([bare, total], axis=1), lambda x: x[..., 0].sum(axis=1) / x[..., 1].sum(axis=1)
+    )
+    changed = rate([a["winner"] != b["winner"] for a, b in zip(mine, exact, strict=True)])
+    answers = rate([a["answer"] != b["answer"] for a, b in zip(mine, exact, strict=True)])
+    branches = sum(r["branches"] for r in mine)
+    known = [r["right"] for r in mine]
+    return (
+        *(seconds[p] for p in _SHOWN), float(total.mean()),
+        float(bare.sum() / total.sum()), low, high, float(cached.sum() / total.sum()),
+        float(np.mean([r["computed"] for r in mine])),
+        100 * sum(r["verified"] for r in mine) / branches,
+        100 * sum(r["approximate"] for r in mine) / branches,
+        100 * changed.value, 100 * changed.low, 100 * changed.high, 100 * answers.value,
+        100 * float(np.mean(known)), n,
+    )  # fmt: skip
+
+
+def _findings(table: Table, results: Sequence[Result]) -> list[Finding]:
+    found = []
+    same = all(r[NO_KV]["tokens"] == r[EXACT]["tokens"] for r in results)
+    found.append(Finding(
+        "No-KV and exact caching chose the same tokens in " + ("every" if same else "NOT every")
+        + f" branch of {len(results)} problems.", same,
+    ))  # fmt: skip
+    for name in dict.fromkeys(table.column("set")):
+        rows = {r["arm"]: r for r in table.where(set=name).dicts()}
+        best, exact = rows[ALL], rows[EXACT]
+        found.append(Finding(
+            f"{name}: all of it is {best['speed-up']:.2f} times as fast as No-KV "
+            f"[{best['low']:.2f}, "
+            f"{best['high']:.2f}]; exact caching alone {exact['speed-up']:.2f}; over exact "
+            "caching the rest "
+            f"gains {best['over exact']:.2f}, with {best['winners changed']:.0f} % of winners "
+            "changed "
+            f"[{best['changed low']:.0f}, {best['changed high']:.0f}].", best["over exact"] > 1.05,
+        ))  # fmt: skip
+        paper = rows[PAPER]
+        found.append(Finding(
+            f"{name}: the paper's presets are {paper['speed-up']:.2f} times as fast as No-KV "
+            "and change "
+            f"{paper['winners changed']:.0f} % of winners [{paper['changed low']:.0f}, "
+            f"{paper['changed high']:.0f}], n = "
+            f"{paper['problems']}.", paper["winners changed"] <= 5,
+        ))  # fmt: skip
+    return found
+
+
+def draw(figure: Figure, table: Table) -> None:
+    """Seconds of each arm by phase, a panel for each set."""
+    names = list(dict.fromkeys(table.column("set")))
+    figure.set_size_inches(2.0 + 2.2 * len(names), 3.2)
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    order = [
+        a for a in (NO_KV, EXACT, SHARING, CGEE_ALONE, ALL, FAST, PAPER) if a in table.column("arm")
+    ]
+    y = np.arange(len(order))
+    for axes, name in zip(panels, names, strict=True):
+        rows = {r["arm"]: r for r in table.where(set=name).dicts()}
+        left = np.zeros(len(order))
+        for i, phase in enumerate(_SHOWN):
+            values = np.array([rows[a][phase] if a in rows else 0.0 for a in order])
+            axes.barh(y, values, left=left, color=COLOURS[i], label=phase, height=0.7)
+            left += values
+        for at, arm in enumerate(order):
+            text = "" if arm not in rows else f" {rows[arm]['speed-up']:.1f}x"
+            axes.text(left[at], at, text or " (nothing to decide)", va="center", fontsize=7,
+                      color="black" if text else "#888888")  # fmt: skip
+        axes.set_xlim(0, 1.25 * left.max())
+        axes.set_title(f"{name}, n = {table.where(set=name).column('problems')[0]}")
+        axes.set_xlabel("time per problem [s]")
+        axes.grid(axis="y", visible=False)
+    panels[0].set_yticks(y, order)
+    panels[0].invert_yaxis()
+    panels[-1].legend(loc="lower right")

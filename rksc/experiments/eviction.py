@@ -1,0 +1,189 @@
+"""Budget against recomputed work: RSBCM's order against least recently used, on search trees.
+
+A best-first search goes back to branches that it left earlier, so what was evicted may be wanted
+again. Each tree is grown without a limit, then with less and less memory under both orders.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._core import CapacityError
+from ..load import Model
+from ..prompts import INSTRUCTION, VALUE, Wordings
+from ..session import mark
+from .measure import sampling
+from .plots import style
+from .runner import Bench, Lab, Result
+from .stats import bootstrap
+from .table import Column, Finding, Table
+from .tasks import examples, problem_sets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RSBCM, RECENT = "RSBCM", "least recently used"
+
+
+def eviction(model: Model | str | Path | Lab, **options: Any) -> Table:
+    """Recomputed tokens and time under shrinking budgets, and whether the winner stays."""
+    lab = Lab.of(model, options)
+    budgets = (0.8, 0.6, 0.45) if lab.quick else (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+    header = examples(lab.folder, "gsm8k", 2)
+    problems = problem_sets(lab.folder, lab.size(3, 20), lab.seed)["gsm8k"]
+    common = {"header": header, "expansions": 10 if lab.quick else 24, "expand": 3,
+              "max_new_tokens": 20, "seed": lab.seed}  # fmt: skip
+    unlimited = [{**common, "problem": p.text, "blocks": None, "order": RSBCM} for p in problems]
+    free = lab.measure(search_tree, unlimited, timed=True)
+    items = [
+        {**common, "problem": p.text, "order": order, "blocks": math.ceil(budget * f["peak"])}
+        for budget in budgets
+        for order in (RSBCM, RECENT)
+        for p, f in zip(problems, free, strict=True)
+    ]
+    grown = lab.measure(search_tree, items, timed=True)
+    rows: list[tuple[Any, ...]] = [(1.0, "no limit", *_row(free, free))]
+    for i, budget in enumerate(budgets):
+        for j, order in enumerate((RSBCM, RECENT)):
+            at = (2 * i + j) * len(problems)
+            rows.append((budget, order, *_row(grown[at : at + len(problems)], free)))
+    columns = (
+        Column("budget", "of the peak"), Column("order"), Column("recomputed", "tokens"),
+        Column("low", "tokens"), Column("high", "tokens"), Column("blocks evicted"),
+        Column("time", "s"), Column("time against no limit", "x"), Column("same winner", "%"),
+        Column("does not fit"), Column("trees"),
+    )  # fmt: skip
+    meta = lab.meta(**{k: v for k, v in common.items() if k not in ("header", "seed")})
+    table = Table("eviction", "Search under a KV budget (means over trees)", columns, rows, meta)
+    table.findings.extend(_findings(table))
+    return table
+
+
+def search_tree(
+    bench: Bench,
+    problem: str,
+    header: str,
+    blocks: int | None,
+    order: str,
+    expansions: int,
+    expand: int,
+    max_new_tokens: int,
+    seed: int,
+) -> Result:
+    """Grow a tree best first. blocks: the budget. order: RSBCM's, or least recently used, which is
+    RSBCM's tie-break once every omega is made equal."""
+    size = bench.session.stats().block_bytes
+    session = bench.open(**({} if blocks is None else {"kv_bytes": blocks * size}))
+    words = Wordings(session, INSTRUCTION, header or None, VALUE)
+    yes, no = words.answers(None, None)
+    question = words.verification()
+    start = time.perf_counter()
+    try:
+        root = session.prefill(words.problem(problem))
+        nodes, marks, open_ = [root], [math.inf], [0]
+        _level(order, root)
+        for _ in range(expansions):
+            if not open_:
+                break
+            best = max(open_, key=lambda i: marks[i])
+            open_.remove(best)
+            kids = nodes[best].fork(expand)
+            _level(order, *kids)
+            made = session.generate(kids, max_new_tokens, sampling(seed))
+            verdicts = session.verify(kids, question, yes, no, cgee=None)
+            _level(order, *kids)
+            for kid, verdict, generation in zip(kids, verdicts, made, strict=True):
+                if generation.finish_reason == "length":
+                    open_.append(len(nodes))
+                nodes.append(kid)
+                marks.append(mark(verdict.score, kid.confidence))
+    except CapacityError:
+        return {"fits": False}
+    seconds, stats = time.perf_counter() - start, session.stats()
+    winner = int(np.argmax(marks[1:])) + 1
+    return {
+        "fits": True, "seconds": seconds, "peak": stats.blocks_peak, "winner": winner,
+        "tokens": nodes[winner].tokens.tolist(), "marks": marks[1:],
+        "recomputed": stats.tokens_recomputed, "evicted": stats.evictions,
+    }  # fmt: skip
+
+
+def _level(order: str, *branches: Any) -> None:
+    """Least recently used: omega = score / (depth + 1) = 1 for every branch."""
+    if order == RECENT:
+        for branch in branches:
+            branch.score = branch.depth + 1.0
+
+
+def _row(results: list[Result], free: list[Result]) -> tuple[Any, ...]:
+    fit = [(r, f) for r, f in zip(results, free, strict=True) if r["fits"]]
+    if not fit:
+        return (None,) * 7 + (len(results), len(results))
+    recomputed = [r["recomputed"] for r, _ in fit]
+    low, high = bootstrap(recomputed)
+    same = [
+        (r["winner"], r["tokens"], r["marks"]) == (f["winner"], f["tokens"], f["marks"])
+        for r, f in fit
+    ]
+    times = [r["seconds"] for r, _ in fit]
+    return (
+        float(np.mean(recomputed)), low, high, float(np.mean([r["evicted"] for r, _ in fit])),
+        float(np.mean(times)), float(np.sum(times) / np.sum([f["seconds"] for _, f in fit])),
+        100 * float(np.mean(same)), len(results) - len(fit), len(results),
+    )  # fmt: skip
+
+
+def _findings(table: Table) -> list[Finding]:
+    rows = [r for r in table.dicts() if r["recomputed"] is not None]
+    same = all(r["same winner"] == 100 for r in rows)
+    limited = [r for r in rows if r["order"] != "no limit"]
+    found = [Finding(
+        "Under every budget and both orders the winner, its tokens and all marks are "
+        + ("those without a limit, bit for "
+        "bit." if same else "NOT always those without a limit."), same,
+    )]  # fmt: skip
+    for budget in dict.fromkeys(r["budget"] for r in limited):
+        both = {r["order"]: r for r in limited if r["budget"] == budget}
+        if len(both) == 2:
+            ours, recent = both[RSBCM], both[RECENT]
+            found.append(Finding(
+                f"At {budget:.0%} of the peak RSBCM recomputes {ours['recomputed']:,.0f} "
+                "tokens a tree "
+                f"[{ours['low']:,.0f}, {ours['high']:,.0f}], least recently used "
+                f"{recent['recomputed']:,.0f} [{recent['low']:,.0f}, {recent['high']:,.0f}]; "
+                "time against "
+                f"no limit {ours['time against no limit']:.2f} and "
+                f"{recent['time against no limit']:.2f}.",
+                ours["recomputed"] <= recent["recomputed"],
+            ))  # fmt: skip
+    return found
+
+
+def draw(figure: Figure, table: Table) -> None:
+    """Recomputed tokens and time against the budget."""
+    left, right = figure.subplots(1, 2)
+    for i, order in enumerate((RSBCM, RECENT)):
+        rows = [r for r in table.dicts() if r["order"] == order and r["recomputed"] is not None]
+        x = [100 * r["budget"] for r in rows]
+        y = [r["recomputed"] for r in rows]
+        errors = [
+            [a["recomputed"] - a["low"] for a in rows],
+            [a["high"] - a["recomputed"] for a in rows],
+        ]
+        shift = [v + (0.4 if i else -0.4) for v in x]
+        left.errorbar(shift, y, yerr=errors, capsize=2, label=order, **style(i))
+        right.plot(x, [r["time against no limit"] for r in rows], label=order, **style(i))
+    for axes in (left, right):
+        axes.set_xlabel("KV budget [% of the peak without a limit]")
+        axes.invert_xaxis()
+        axes.legend()
+    left.set_ylabel("tokens computed again, per tree")
+    left.set_title("What is computed twice")
+    left.set_ylim(bottom=0)
+    right.set_ylabel("time against no limit [x]")
+    right.set_title("What it costs")

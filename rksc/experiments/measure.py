@@ -1,0 +1,296 @@
+"""The raw measurements that experiments share. Each is made once; sweeps replay them.
+
+wordings       a question's other wordings: hidden states compared after every layer
+continuations  what sharing does to what follows: answers, winners, divergence
+answers        a problem answered several times, verified in full, seen through every lens
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..options import Sampling
+from ..prompts import Wordings
+from ..session import BranchSession
+from .replay import select
+from .runner import Bench, Result
+from .tasks import Problem
+
+POOLS: tuple[Literal["mean", "last"], ...] = ("mean", "last")
+SUFFIX = "Let us think step by step."
+
+
+def sampling(seed: int) -> Sampling:
+    """How all answers are drawn."""
+    return Sampling(temperature=0.7, top_p=0.95, seed=seed)
+
+
+Vectors = NDArray[np.float64]
+
+# ---- hidden states of wordings -----------------------------------------------------------------
+
+
+def wordings(
+    bench: Bench, root: str, others: Sequence[str], centre: Sequence[str], instruction: str
+) -> Result:
+    """Cosines (layers,) of each other wording with the root, pooled in four ways.
+
+    centre: questions whose mean hidden state is subtracted. Also the suffix probe's cosines,
+    which depend on the root alone, and tokens: of each wording, and in common at its beginning.
+    """
+    session, words = bench.session, Wordings(bench.session, instruction)
+    middles = centres(bench, words, centre)
+    base = words.problem(root)
+    planted = session.prefill(base)
+    last = planted.hidden
+    child = planted.fork([words.suffix(SUFFIX)])[0]
+    suffix = cosines(child.hidden, last, None)
+    child.drop()
+    rows = []
+    for text in others:
+        tokens = words.problem(text)
+        begin, own_end, root_end = difference(tokens, base)
+        own = session.prefill(tokens)
+        seen, own_last = session._prompt_means(tokens, begin, own_end), own.hidden
+        own.drop()
+        expected = session._prompt_means(base, begin, root_end)
+        rows.append({
+            "mean": cosines(seen, expected, middles["mean"]),
+            "mean uncentred": cosines(seen, expected, None),
+            "last": cosines(own_last, last, middles["last"]),
+            "last uncentred": cosines(own_last, last, None),
+            "tokens": len(tokens),
+            "common": common(tokens, base),
+        })  # fmt: skip
+    planted.drop()
+    return {"tokens": len(base), "suffix": suffix, "others": rows}
+
+
+def centres(
+    bench: Bench, words: Wordings, questions: Sequence[str]
+) -> dict[str, NDArray[np.float32]]:
+    """ASKS' centres by pool, float32 (layers, width), of these questions as prompts."""
+    key = ("centres", words.instruction, tuple(questions))
+    if key not in bench.memory:
+        prompts = [words.problem(question) for question in questions]
+        bench.memory[key] = {pool: words.session.layer_means(prompts, pool) for pool in POOLS}
+    made: dict[str, NDArray[np.float32]] = bench.memory[key]
+    return made
+
+
+def cosines(a: Any, b: Any, centre: NDArray[np.float32] | None) -> list[float]:
+    """Cosine of each layer's vectors, rounded to 7 digits; 0 where one has no length."""
+    x, y = np.asarray(a, float), np.asarray(b, float)
+    if centre is not None:
+        x, y = x - centre, y - centre
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    inner = (x * y).sum(axis=1)
+    return [round(float(c), 7) for c in np.divide(inner, lengths, np.zeros_like(inner),
+                                                  where=lengths > 0)]  # fmt: skip
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+def difference(own: Sequence[int], root: Sequence[int]) -> tuple[int, int, int]:
+    """begin, end of own, end of root: the tokens that differ, as csrc/probe.c finds them."""
+    head, shorter = common(own, root), min(len(own), len(root))
+    tail = 0
+    while tail < shorter - head and own[-1 - tail] == root[-1 - tail]:
+        tail += 1
+    if head in (len(own) - tail, len(root) - tail):  # one side would be empty
+        if tail:
+            tail -= 1
+        else:
+            head -= 1
+    return head, len(own) - tail, len(root) - tail
+
+
+# ---- what follows ------------------------------------------------------------------------------
+
+POSITIONS = (0, 1, 2, 4, 8, 16, 32)
+
+
+def continuations(
+    bench: Bench,
+    root: str,
+    others: Sequence[str],
+    instruction: str,
+    n_branches: int,
+    max_new_tokens: int,
+    seed: int,
+) -> Result:
+    """For each other wording: what it says on its own KV, and what it would say on the root's.
+
+    On the root's KV it says what the root says, so the root stands for the shared branch. Each
+    wording is answered greedily and by n_branches samples with the same random streams,
+    verified in full. "again" is the root once more with other streams: what sampling alone
+    changes.
+    """
+    session, words = bench.session, Wordings(bench.session, instruction)
+    prompts = [words.problem(text) for text in (root, *others)]
+    planted = [session.prefill(tokens) for tokens in prompts]
+    greedy = [branch.fork(1)[0] for branch in planted]
+    session.generate(greedy, max_new_tokens)
+    sampled = []
+    for branch, first in [*((b, 0) for b in planted), (planted[0], n_branches)]:
+        kids = branch.fork(n_branches)
+        for i, kid in enumerate(kids):
+            kid.stream = first + i
+        sampled.append(kids)
+    every = [kid for kids in sampled for kid in kids]
+    made = session.generate(every, max_new_tokens, sampling(seed))
+    yes, no = words.answers(None, None)
+    session.verify(every, words.verification(), yes, no, cgee=None)
+    texts = [generation.text or "" for generation in made]
+    said = []
+    for i, kids in enumerate(sampled):
+        winner = select([kid.score for kid in kids], [kid.confidence for kid in kids])
+        said.append({"winner": winner, "text": texts[i * n_branches + winner]})
+    for record, branch in zip(said, greedy, strict=False):
+        record["greedy"] = session.decode(branch.tokens[branch.n_prompt :])
+    for record, branch, own in zip(said[1:-1], planted[1:], greedy[1:], strict=True):
+        record |= _divergence(branch, planted[0], own.tokens[own.n_prompt :])
+    for branch in (*planted, *greedy, *every):
+        branch.drop()
+    return {"root": said[0], "others": said[1:-1], "again": said[-1]}
+
+
+def _divergence(own: Any, root: Any, tokens: NDArray[np.int32]) -> dict[str, Any]:
+    """KL(own || root) in nats and agreement of the most likely token, teacher-forced along
+    own's greedy continuation, at POSITIONS."""
+    kl, agree = [], []
+    for n in POSITIONS:
+        if n > len(tokens):
+            break
+        pair = [branch.fork([tokens[:n]])[0] for branch in (own, root)]
+        p, q = (log_softmax(branch.logits) for branch in pair)
+        for branch in pair:
+            branch.drop()
+        kl.append(round(float((np.exp(p) * (p - q)).sum()), 6))
+        agree.append(int(np.argmax(p) == np.argmax(q)))
+    return {"kl": kl, "agree": agree}
+
+
+def log_softmax(logits: Any) -> Vectors:
+    """Over the last axis, in float64."""
+    x = np.asarray(logits, np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return np.asarray(x - np.log(np.exp(x).sum(axis=-1, keepdims=True)))
+
+
+# ---- answers and their verification ------------------------------------------------------------
+
+LENSES = ("answer norm", "answer", "full norm", "full")
+
+
+def answers(
+    bench: Bench,
+    problem: dict[str, Any],
+    n_branches: int,
+    max_new_tokens: int,
+    seed: int,
+    lenses: bool = True,
+) -> Result:
+    """A problem's greedy answer and n_branches sampled ones; each sample verified in full and
+    seen through the lenses after every layer of its verification.
+
+    Lists over branches: text, answer, right, confidence, score, mass; "lenses": entropies in
+    nats and scores, (branches, layers), of each of LENSES.
+    """
+    row = Problem(**{**problem, "choices": tuple(problem["choices"])})
+    session = bench.session
+    words = Wordings(session, row.instruction)
+    planted = session.prefill(words.problem(row.text))
+    kids = planted.fork(n_branches)
+    first = planted.fork(1)[0]
+    for i, kid in enumerate(kids):
+        kid.stream = i
+    made = session.generate(kids, max_new_tokens, sampling(seed))
+    greedy = session.generate(first, max_new_tokens)[0]
+    yes, no = words.answers(None, None)
+    question = words.verification()
+    verdicts = session.verify(kids, question, yes, no, cgee=None)
+    read = [row.read(generation.text or "") for generation in made]
+    result: Result = {
+        "answer": read,
+        "right": [answer == row.answer for answer in read],
+        "tokens": [len(generation.tokens) for generation in made],
+        "confidence": [kid.confidence for kid in kids],
+        "score": [verdict.score for verdict in verdicts],
+        "mass": [verdict.mass for verdict in verdicts],
+        "greedy answer": row.read(greedy.text or ""),
+        "greedy right": row.read(greedy.text or "") == row.answer,
+        "question tokens": len(question),
+    }
+    if lenses:
+        result["lenses"] = _see(bench, session, kids, question, yes, no)
+    for branch in (planted, first, *kids):
+        branch.drop()
+    return result
+
+
+def _see(
+    bench: Bench, session: BranchSession, kids: list[Any], question: list[int], yes: int, no: int
+) -> dict[str, dict[str, list[list[float]]]]:
+    children = [kid.fork([question])[0] for kid in kids]
+    session.compute(children)
+    seen: dict[str, dict[str, list[list[float]]]] = {
+        name: {"entropies": [], "scores": []} for name in LENSES
+    }
+    norm, head = _head(bench)
+    eps = session.config.norm_eps
+    for child in children:
+        hidden = child.hidden
+        scale = 1.0 / np.sqrt((hidden.astype(np.float64) ** 2).mean(axis=1) + eps)
+        normed = (hidden * scale[:, None] * norm).astype(np.float32)
+        for suffix, x in ((" norm", normed), ("", hidden)):
+            lead = (x @ (head[yes] - head[no])).astype(np.float64)
+            score = 1.0 / (1.0 + np.exp(-np.clip(lead, -500, 500)))
+            _note(seen["answer" + suffix], binary_entropy(score), score)
+            logp = log_softmax(x @ head.T)
+            _note(seen["full" + suffix], -(np.exp(logp) * logp).sum(axis=1), score)
+        child.drop()
+    return seen
+
+
+def _note(seen: dict[str, list[list[float]]], entropy: Vectors, score: Vectors) -> None:
+    seen["entropies"].append([round(float(h), 6) for h in entropy])
+    seen["scores"].append([round(float(s), 9) for s in score])
+
+
+def binary_entropy(p: Vectors) -> Vectors:
+    """Of (p, 1 - p), in nats; 0 at both ends."""
+    q = 1.0 - p
+    terms = [np.where(v > 0, -v * np.log(np.where(v > 0, v, 1.0)), 0.0) for v in (p, q)]
+    return np.asarray(terms[0] + terms[1])
+
+
+def _head(bench: Bench) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The final norm's weight (width,) and the head (vocabulary, width), in float32."""
+    if "head" not in bench.memory:
+        weights = bench.model.weights
+        head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+        bench.memory["head"] = (weights["model.norm.weight"].numpy(), head.numpy())
+    made: tuple[NDArray[np.float32], NDArray[np.float32]] = bench.memory["head"]
+    return made
+
+
+def n_layers_of(result: Result) -> int:
+    """Layers of the model that an `answers` record was made with."""
+    return len(result["lenses"][LENSES[0]]["scores"][0])
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean; NaN without values."""
+    return float(np.mean(values)) if len(values) else math.nan

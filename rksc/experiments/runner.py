@@ -1,0 +1,312 @@
+"""Where measurements are made: one model, a folder that remembers, and somebody who works.
+
+A measurement is a function of a module's top, `measure(bench, **settings) -> plain values`.
+Each result is one line of a JSON-lines file, keyed by a hash of model, engine, function and
+settings; what is there already is not measured again, so that an experiment which was stopped
+goes on. Results come in the order of the items, whoever measured them: this process, others
+(`n_workers`), or other machines (`ray`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from ..demo import best_dtype
+from ..load import Model, load
+from ..progress import Progress
+from ..session import BranchSession
+from .tasks import find_data
+
+Result = dict[str, Any]
+Measure = Callable[..., Result]
+_SAMPLE = 1 << 20  # bytes of a file's beginning and end that tell it from others
+
+
+class Bench:
+    """One worker's model and session, made when they are first wanted.
+
+    memory: for what measurements of this worker have in common.
+    """
+
+    def __init__(self, model: Model | str | Path, engine: dict[str, Any]) -> None:
+        self._model = model
+        self.engine = engine
+        self.memory: dict[Any, Any] = {}
+
+    @cached_property
+    def model(self) -> Model:
+        return self._model if isinstance(self._model, Model) else load(self._model)
+
+    def open(self, **options: Any) -> BranchSession:
+        """A session of its own, verified in full, without ASKS."""
+        return self.model.session(**{"cgee": None, **self.engine, **options})
+
+    @cached_property
+    def session(self) -> BranchSession:
+        """The session that measurements without a clock share."""
+        return self.open()
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Settings of a run. quick: small sets and short answers. n: problems or questions of each
+    set (None: what quick or the data say). out: folder of tables and of `raw/` (None: nothing is
+    kept).
+
+    n_workers processes measure what needs no clock; timed measurements run one at a time in
+    this process. ray: over the cluster that `ray.init()` finds (extra [ray]). engine: options
+    of the sessions.
+    """
+
+    model: Model | str | Path
+    quick: bool = False
+    n: int | None = None
+    data: str | Path | None = None
+    out: str | Path | None = None
+    n_workers: int = 1
+    ray: bool = False
+    seed: int = 0
+    progress: bool | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n_workers, int) or self.n_workers < 1:
+            raise ValueError(f"n_workers must be an int >= 1, got {self.n_workers!r}")
+        if self.n is not None and (not isinstance(self.n, int) or self.n < 2):
+            raise ValueError(f"n must be None or an int >= 2, got {self.n!r}")
+        if (self.n_workers > 1 or self.ray) and self._path is None:
+            raise ValueError("n_workers, ray: workers load the model by its path; this has none")
+        self.engine.setdefault("dtype", best_dtype())
+
+    @classmethod
+    def of(cls, model: Lab | Model | str | Path, options: dict[str, Any]) -> Lab:
+        """A lab as it is, or one for a model with these options."""
+        if isinstance(model, Lab):
+            if options:
+                raise ValueError(f"the lab has its own {', '.join(options)}")
+            return model
+        return cls(model, **options)
+
+    @property
+    def _path(self) -> Path | None:
+        return self.model.path if isinstance(self.model, Model) else Path(self.model)
+
+    @cached_property
+    def bench(self) -> Bench:
+        return Bench(self.model, self.engine)
+
+    def size(self, quick: int, full: int | None) -> int | None:
+        """How many problems of a set to take; None: all."""
+        return self.n if self.n is not None else quick if self.quick else full
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the data are."""
+        return find_data(self.data)
+
+    def measure(
+        self, function: Measure, items: Sequence[dict[str, Any]], timed: bool = False
+    ) -> list[Result]:
+        """The function's result for each item (its settings), in order."""
+        keys = [self._key(function, item) for item in items]
+        log = None if self.out is None else Log(Path(self.out) / "raw", function.__name__)
+        known = {} if log is None else log.read()
+        missing = {k: item for k, item in zip(keys, items, strict=True) if k not in known}
+        with Progress(self.progress) as bar:
+            bar.phase(function.__name__.replace("_", " "), len(missing), unit="item")
+            for key, result, seconds in self._work(function, missing, timed):
+                known[key] = result
+                if log is not None:
+                    log.append({"key": key, "seconds": round(seconds, 3), "result": result})
+                bar.advance(1)
+        return [known[key] for key in keys]
+
+    def _work(
+        self, function: Measure, items: dict[str, dict[str, Any]], timed: bool
+    ) -> Iterator[tuple[str, Result, float]]:
+        if not items:
+            return
+        if self.ray and not timed:
+            yield from _by_ray(str(self._path), self.engine, function, items)
+        elif self.n_workers > 1 and not timed:
+            yield from _by_processes(self, function, items)
+        else:
+            for key, item in items.items():
+                yield key, *_run(self.bench, function, item)
+
+    def _key(self, function: Measure, item: dict[str, Any]) -> str:
+        parts = [self._identity, function.__module__, function.__name__, item]
+        text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    @cached_property
+    def _identity(self) -> list[Any]:
+        """What results depend on beside their settings. The number of threads is not in it."""
+        engine = {k: str(v) for k, v in self.engine.items() if k != "n_threads"}
+        path = self._path
+        stored = repr(self.bench.model.config) if path is None else _digest(path)
+        return [stored, self.engine.get("isa") or _core.isas[-1], engine]
+
+    def meta(self, **settings: Any) -> dict[str, Any]:
+        """What a reader must know about a table: model, machine, versions, seed."""
+        from .. import __version__
+
+        session, c = self.bench.session, self.bench.model.config
+        return {
+            "model": "in memory" if self._path is None else self._path.name,
+            "architecture": f"{c.architecture}, {c.n_layers} layers, width {c.width}",
+            "dtype": session.dtype,
+            "isa": session.isa,
+            "n_threads": session.n_threads,
+            "machine": f"{_processor()}, {_core.default_threads()} processors",
+            "rksc": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "seed": self.seed,
+            "quick": self.quick,
+            **settings,
+        }
+
+
+# ---- workers -----------------------------------------------------------------------------------
+
+_bench: Bench | None = None  # of a worker process
+
+
+def _run(bench: Bench, function: Measure, item: dict[str, Any]) -> tuple[Result, float]:
+    """A result as the file will give it back, and the seconds that it took."""
+    start = time.perf_counter()
+    result = json.loads(json.dumps(function(bench, **item), allow_nan=False))
+    return result, time.perf_counter() - start
+
+
+def _start(path: str, engine: dict[str, Any]) -> None:
+    global _bench  # noqa: PLW0603 (a process of its own)
+    _bench = Bench(path, engine)
+
+
+def _run_here(function: Measure, item: dict[str, Any]) -> tuple[Result, float]:
+    assert _bench is not None
+    return _run(_bench, function, item)
+
+
+def _by_processes(
+    lab: Lab, function: Measure, items: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, Result, float]]:
+    n = min(lab.n_workers, len(items))
+    threads = max(1, _core.default_threads() // n)
+    engine = {**lab.engine, "n_threads": lab.engine.get("n_threads") or threads}
+    # a forked child could not use an inherited session: each process starts anew
+    with ProcessPoolExecutor(
+        n, multiprocessing.get_context("spawn"), _start, (str(lab._path), engine)
+    ) as pool:
+        futures: dict[Future[tuple[Result, float]], str] = {
+            pool.submit(_run_here, function, item): key for key, item in items.items()
+        }
+        try:
+            for future in as_completed(futures):
+                yield futures[future], *future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _by_ray(
+    path: str, engine: dict[str, Any], function: Measure, items: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, Result, float]]:
+    try:
+        import ray
+    except ImportError:
+        raise ImportError("ray=True needs Ray: pip install rksc[ray]") from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+
+    def task(function: Measure, item: dict[str, Any]) -> tuple[Result, float]:
+        if _bench is None:
+            _start(path, engine)
+        return _run_here(function, item)
+
+    remote = ray.remote(task)
+    waiting = {remote.remote(function, item): key for key, item in items.items()}
+    while waiting:
+        done, _ = ray.wait(list(waiting))
+        for reference in done:
+            yield waiting.pop(reference), *ray.get(reference)
+
+
+# ---- what is remembered ------------------------------------------------------------------------
+
+
+class Log:
+    """A JSON-lines file that is only ever appended to. A line that a crash cut off is dropped."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"{name}.jsonl"
+
+    def read(self) -> dict[str, Result]:
+        """Results by key. ValueError names a broken line that is not the last."""
+        if not self.path.exists():
+            return {}
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with self.path.open("rb+") as file:
+                file.truncate(whole)
+        found = {}
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                record = json.loads(line)
+                found[record["key"]] = record["result"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{self.path}: line {number} is broken: {error!r}") from None
+        return found
+
+    def append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        with self.path.open("ab") as file:
+            file.write(line.encode())
+
+
+def seconds_of(out: str | Path) -> float:
+    """Seconds that the measurements below out/raw took, all together."""
+    total = 0.0
+    for path in sorted((Path(out) / "raw").glob("*.jsonl")):
+        for line in path.read_text("utf-8").splitlines():
+            total += json.loads(line)["seconds"]
+    return total
+
+
+def _digest(path: Path) -> str:
+    """Tells model files apart without reading all of them: sizes, beginnings, ends."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as data:
+            digest.update(data.read(_SAMPLE))
+            data.seek(max(0, size - _SAMPLE))
+            digest.update(data.read())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,185 @@
+"""The gate's own settings: acceptance, tokens saved and fidelity over tau, alpha, probe and layers.
+
+The cosine of every layer was measured once for each pair; every setting is replayed over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..load import Model
+from .fitting import GUARDS
+from .plots import band, style
+from .replay import sigma
+from .rewording import Wording, measured_wordings
+from .runner import Lab
+from .stats import rate
+from .table import Column, Finding, Table
+from .tasks import REWORDING, TURNED_REWORDING, UNRELATED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TAUS = tuple(round(0.05 * i, 2) for i in range(-4, 21))
+ALPHAS = (0.0, 1.5, 3.0)
+PROBES = {
+    "prefix, centred mean": "mean",
+    "prefix, last token": "last uncentred",
+    "suffix (the paper's)": "suffix",
+}
+_NEAR = "near-duplicate"
+
+
+def tau_alpha_sweep(model: Model | str | Path | Lab, **options: Any) -> Table:
+    """Every gate on the questions of which all pairs were probed."""
+    lab = Lab.of(model, options)
+    measured = measured_wordings(lab)
+    skipped = {w.pair.group for w in measured if w.seen.cosines is None}
+    rows_of = [w for w in measured if w.pair.group not in skipped]
+    n_layers = lab.bench.model.config.n_layers
+    depths = sorted({max(1, n_layers // part) for part in (8, 2, 1)})
+    kinds = np.array([_kind(w) for w in rows_of])
+    tokens, exact = (np.array([getattr(w, name) for w in rows_of]) for name in ("tokens", "common"))
+    rows: list[tuple[Any, ...]] = []
+    for probe, pool in PROBES.items():
+        for depth in depths if pool == "mean" else [n_layers]:
+            for alpha in ALPHAS:
+                cosines = np.array(
+                    [w.seen.cosines[pool][:depth] for w in rows_of if w.seen.cosines]
+                )
+                seen = sigma(cosines, alpha)
+                for guard in (None, "numbers", "reworded"):
+                    passed = np.array([guard in w.seen.passes for w in rows_of])
+                    for tau in TAUS:
+                        accepted = passed & (seen >= tau)
+                        rows.append((probe, depth, alpha, guard or "none", tau,
+                                     *_row(kinds, tokens, exact, accepted)))  # fmt: skip
+    columns = (
+        Column("probe"), Column("layers"), Column("alpha"), Column("guard"), Column("tau"),
+        Column("rewordings", "%"), Column("low", "%"), Column("high", "%"),
+        Column("near-duplicates", "%"), Column("near low", "%"), Column("near high", "%"),
+        Column("unrelated", "%"), Column("tokens reused", "%"), Column("over exact", "points"),
+        Column("fidelity", "%"), Column("pairs"),
+    )  # fmt: skip
+    meta = lab.meta(questions=len({w.pair.group for w in rows_of}),
+                    guards=[g or "none" for g in GUARDS])  # fmt: skip
+    table = Table(
+        "tau_alpha_sweep", "The gate over tau, alpha, probe and layers", columns, rows, meta
+    )
+    table.findings.extend(_findings(table))
+    return table
+
+
+def _row(kinds: Any, tokens: Any, exact: Any, accepted: Any) -> tuple[Any, ...]:
+    """Acceptance by kind; tokens reused on rewordings, and over exact caching; fidelity: how many
+    of the accepted pairs mean the same, when rewordings and others come equally often."""
+    good, near, unrelated = (
+        rate(accepted[kinds == kind]) for kind in (REWORDING, _NEAR, UNRELATED)
+    )
+    mine = kinds == REWORDING
+    total = tokens[mine].sum()
+    over = (tokens - exact)[mine & accepted].sum() / total
+    bad = (near.value + unrelated.value) / 2
+    fidelity = good.value / (good.value + bad) if good.k or bad else None
+    return (
+        100 * good.value, 100 * good.low, 100 * good.high, 100 * near.value, 100 * near.low,
+        100 * near.high, 100 * unrelated.value, 100 * float(exact[mine].sum() / total + over),
+        100 * float(over), None if fidelity is None else 100 * fidelity, len(kinds),
+    )  # fmt: skip
+
+
+def _kind(w: Wording) -> str:
+    if w.pair.kind in (REWORDING, UNRELATED, TURNED_REWORDING):
+        return w.pair.kind
+    return _NEAR if w.pair.same is False else w.pair.kind
+
+
+def _findings(table: Table) -> list[Finding]:
+    found = []
+    paper = table.where(probe="prefix, last token", alpha=1.5, guard="none").dicts()
+    at = next(r for r in paper if r["tau"] == 0.8)
+    found.append(Finding(
+        f"At the paper's tau (0.80, alpha 1.5) the uncentred last token accepts "
+        f"{at['rewordings']:.0f} % of rewordings, {at['near-duplicates']:.0f} % of "
+        "near-duplicates and "
+        f"{at['unrelated']:.0f} % of unrelated questions.", at["unrelated"] < 5,
+    ))  # fmt: skip
+    depth = min(table.where(probe="prefix, centred mean").column("layers"))
+    centred = table.where(probe="prefix, centred mean", layers=depth, alpha=1.5)
+    bare = [r for r in centred.where(guard="none").dicts() if r["unrelated"] <= 1]
+    best = max(bare, key=lambda r: r["rewordings"], default=None)
+    if best is not None:
+        found.append(Finding(
+            f"Centred, {depth} layers, tau {best['tau']:g}, no guard: {best['rewordings']:.0f} "
+            "% of "
+            f"rewordings and {best['unrelated']:.1f} % of unrelated questions are accepted, but "
+            f"{best['near-duplicates']:.0f} % of near-duplicates with another answer too.",
+            best["near-duplicates"] < 5,
+        ))  # fmt: skip
+        for guard in ("numbers", "reworded"):
+            same = next(r for r in centred.where(guard=guard).dicts() if r["tau"] == best["tau"])
+            found.append(Finding(
+                f"With guard={guard!r} at the same tau: {same['rewordings']:.0f} % of rewordings, "
+                f"{same['near-duplicates']:.1f} % of near-duplicates, "
+                f"{same['over exact']:+.0f} points of tokens reused over exact caching.",
+                same["near-duplicates"] <= 1,
+            ))  # fmt: skip
+    spread = [
+        max(r["rewordings"] for r in rows) - min(r["rewordings"] for r in rows)
+        for tau in TAUS
+        if (
+            rows := table.where(
+                probe="prefix, centred mean", layers=depth, guard="none", tau=tau
+            ).dicts()
+        )
+    ]
+    found.append(Finding(
+        f"Alpha hardly matters over {depth} layers: between 0 and 3 it moves acceptance of "
+        "rewordings by "
+        f"at most {max(spread):.1f} points at any tau.", max(spread) < 10,
+    ))  # fmt: skip
+    return found
+
+
+def shown(table: Table) -> list[Table]:
+    """Every second tau of three gates."""
+    depth = min(table.where(probe="prefix, centred mean").column("layers"))
+    centred = table.where(probe="prefix, centred mean", layers=depth, alpha=1.5)
+    parts = [table.where(probe="prefix, last token", alpha=1.5, guard="none"),
+             *(centred.where(guard=guard) for guard in ("none", "reworded"))]  # fmt: skip
+    return [replace(part, rows=part.rows[::2]) for part in parts]
+
+
+def draw(figure: Figure, table: Table) -> None:
+    """Acceptance against tau: the paper's measure, the centred one, with the guard."""
+    figure.set_size_inches(10.0, 3.5)
+    depth = min(table.where(probe="prefix, centred mean").column("layers"))
+    panels = (
+        ("Last token, uncentred (the paper's formula)", "prefix, last token", "none"),
+        (f"Centred mean, {depth} layers", "prefix, centred mean", "none"),
+        (f"Centred mean, {depth} layers, near-copy guard", "prefix, centred mean", "reworded"),
+    )
+    axes_of = figure.subplots(1, 3, sharey=True)
+    for axes, (title, probe, guard) in zip(axes_of, panels, strict=True):
+        part = table.where(probe=probe, alpha=1.5, guard=guard)
+        part = part.where(layers=min(part.column("layers")))
+        x = part.column("tau")
+        for i, name in enumerate(("rewordings", "near-duplicates", "unrelated")):
+            axes.plot(x, part.column(name), label=name, **style(i) | {"markersize": 3})
+        band(axes, x, part.column("low"), part.column("high"), 0)
+        band(axes, x, part.column("near low"), part.column("near high"), 1)
+        axes.plot(x, part.column("over exact"), label="tokens reused over exact [points]",
+                  color="#777777", linestyle=":")  # fmt: skip
+        axes.axvline(0.82, color="#999999", linewidth=0.8)
+        axes.set_xlabel("tau")
+        axes.set_title(title, fontsize=8.5)
+    axes_of[0].annotate(
+        "paper's tau", (0.82, 50), xytext=(-4, 0), textcoords="offset points", rotation=90,
+        ha="right", va="center", fontsize=7, color="#777777",
+    )  # fmt: skip
+    axes_of[0].set_ylabel("pairs accepted [%]")
+    axes_of[0].legend(loc="lower left")

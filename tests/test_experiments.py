@@ -1,0 +1,803 @@
+"""Experiments: statistics, tables, memory of measurements, replays against real runs, calibration.
+
+Every experiment also runs whole, on a random model of four layers and data of a few lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes as c
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_policy as policy
+from letters import Letters
+from models import KEEN, SHARP, Small
+
+from rksc import ASKS, CGEE, Model, Tensor, calibrate, calibrate_cgee, is_rewording
+from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report, stats
+from rksc.experiments import command as command_module
+from rksc.experiments import tasks as task_module
+from rksc.experiments.fitting import (
+    Effect,
+    Gate,
+    Seen,
+    Verified,
+    effect,
+    fit,
+    fit_cgee,
+    lens_costs,
+)
+from rksc.experiments.measure import LENSES, answers, difference, wordings
+from rksc.experiments.replay import Lenses, judge, majority, select, sigma
+from rksc.experiments.runner import Bench, Log, seconds_of
+from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
+
+NAN = math.nan
+
+# ---- statistics --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "low", "high"),
+    [  # Wilson, 1927, by hand: (p + z2/2n -+ z sqrt(p q / n + z2 / 4 n2)) / (1 + z2 / n)
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (6, 1616, 0.0017, 0.0081),  # the paper's wrong exits
+        (0, 0, 0.0, 1.0),
+    ],
+)
+def test_wilson(k: int, n: int, low: float, high: float) -> None:
+    assert stats.wilson(k, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(("k", "n"), [(-1, 3), (4, 3)])
+def test_wilson_refuses(k: int, n: int) -> None:
+    with pytest.raises(ValueError, match="k must be"):
+        stats.wilson(k, n)
+
+
+def test_statistics_are_scipys() -> None:
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        n = int(rng.integers(1, 400))
+        k = int(rng.integers(0, n + 1))
+        theirs = scipy_stats.binomtest(k, n).proportion_ci(0.95, method="wilson")
+        assert stats.wilson(k, n) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+        a, b = rng.integers(0, 9, n), rng.integers(2, 11, 7)
+        u = scipy_stats.mannwhitneyu(a, b).statistic
+        assert stats.auc(a, b) == pytest.approx(u / (n * 7), abs=1e-12)
+        gained, lost = (int(v) for v in rng.integers(0, 12, 2))
+        if gained + lost:
+            exact = scipy_stats.binomtest(gained, gained + lost, 0.5).pvalue
+            assert stats.mcnemar(gained, lost) == pytest.approx(exact, abs=1e-12)
+    values = rng.exponential(size=200)
+    ours = stats.bootstrap(values, n=4000)
+    theirs = scipy_stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=4000, random_state=1
+    ).confidence_interval
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.02)
+
+
+def test_bootstrap_repeats_and_takes_a_statistic() -> None:
+    values = np.arange(40.0)
+    assert stats.bootstrap(values) == stats.bootstrap(values)
+    assert stats.bootstrap(values) != stats.bootstrap(values, seed=1)
+    low, high = stats.bootstrap(values, lambda x: np.median(x, axis=1), n=300)
+    assert low < 19.5 < high
+    assert all(math.isnan(v) for v in stats.bootstrap([]))
+
+
+def test_auc_counts_ties_half() -> None:
+    assert stats.auc([2, 3], [0, 1]) == 1.0
+    assert stats.auc([1, 1], [1]) == 0.5
+    assert math.isnan(stats.auc([], [1]))
+
+
+def test_mcnemar() -> None:
+    assert stats.mcnemar(0, 0) == 1.0
+    assert stats.mcnemar(0, 5) == pytest.approx(2 / 32)
+    assert stats.mcnemar(3, 3) == 1.0
+
+
+def test_halves_share_no_group() -> None:
+    groups = [f"q{i // 3}" for i in range(30)]
+    first, second = stats.halves(groups, seed=4)
+    assert first | second == set(groups) and not first & second and len(first) == 5
+    assert stats.halves(groups[::-1], seed=4) == (first, second)
+    assert stats.halves(groups, seed=5) != (first, second)
+
+
+def test_a_rate_says_its_interval() -> None:
+    assert str(stats.Rate(1, 4)) == "25.0 % (1 of 4; 95 % interval 4.6 to 69.9)"
+    assert str(stats.Rate(0, 0)) == "none measured"
+    assert stats.rate([True, False, True]) == stats.Rate(2, 3)
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def a_table() -> Table:
+    more = Table("cgee", "More", (Column("x"),), [(1,)])
+    return Table(
+        "cgee", "A title", (Column("name"), Column("time", "s"), Column("ok")),
+        [("a|b", 1.23456, True), ("c", None, False)], {"model": "m", "seed": 3},
+        [Finding("it works", True)], {"more": more},
+    )  # fmt: skip
+
+
+def test_a_table_is_read_by_names() -> None:
+    table = a_table()
+    assert table.column("time") == [1.23456, None] and len(table) == 2
+    assert table.where(ok=False).rows == [("c", None, False)]
+    assert table.dicts()[0] == {"name": "a|b", "time": 1.23456, "ok": True}
+    with pytest.raises(KeyError, match="no column 'seconds', but name, time, ok"):
+        table.column("seconds")
+    with pytest.raises(ValueError, match="row 1 has 2 values for 3"):
+        replace(table, rows=[("a", 1, True), ("b", 2)])
+
+
+def test_a_table_keeps_everything_in_json(tmp_path: Path) -> None:
+    table = a_table()
+    table.to_json(tmp_path / "t.json")
+    again = Table.from_json(tmp_path / "t.json")
+    assert again._plain() == table._plain()
+    assert again.also["more"].rows == [(1,)] and again.findings == table.findings
+
+
+def test_a_table_as_csv_tells_units_and_origin(tmp_path: Path) -> None:
+    a_table().to_csv(tmp_path / "t.csv")
+    lines = (tmp_path / "t.csv").read_text().splitlines()
+    assert lines[:3] == ['# model: "m"', "# seed: 3", "name,time [s],ok"]
+    assert lines[3:] == ["a|b,1.23456,True", "c,,False"]
+
+
+def test_a_table_prints() -> None:
+    text = str(a_table())
+    assert "time [s]" in text and "1.235" in text and "* it works" in text and "More" in text
+    assert "<th>time [s]</th>" in a_table()._repr_html_()
+    assert a_table().markdown().splitlines()[1] == "| --- | --- | --- |"
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+CHOICE = Problem("m", "Which?", "B", ("x", "y", "z"))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is B.", "B"),
+        ("A or C? Answer: **b**", "B"),
+        ("I take A", "A"),
+        ("Answer: D", ""),  # there is no D; "D" is no choice
+        ("none of it", ""),
+        ("", ""),
+    ],
+)
+def test_letters_are_read(text: str, answer: str) -> None:
+    assert CHOICE.read(text) == answer
+
+
+def test_numbers_are_read_and_choices_shown() -> None:
+    assert Problem("g", "How many?", "12").read("so 3 * 4 = 12\nAnswer: 12 apples") == "12"
+    assert CHOICE.text == "Which?\nA. x\nB. y\nC. z"
+
+
+def test_words_turn_round() -> None:
+    assert turned("He has 3 more than she.") == "He has 3 fewer than she."
+    assert turned("5 minutes more") == "5 minutes fewer"
+    assert turned("nothing here") is None
+
+
+def write(folder: Path, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few lines of every file."""
+    folder = tmp_path_factory.mktemp("data")
+    write(folder, "gsm8k", [
+        {"id": f"g{i}", "question": f"th {i} abc", "answer": str(i)} for i in range(5)
+    ])  # fmt: skip
+    write(folder, "mmlu_stem", [
+        {"id": f"m{i}", "question": f"e {i}", "answer": "AB"[i % 2], "choices": ["a", "b"]}
+        for i in range(4)
+    ])  # fmt: skip
+    rows = [
+        {"gsm8k_id": f"q{i}", "question": f"{i} more th abc {'ab' * i} the",
+         "reworded": f"e the {'th' * i} abc fewer {i}"} for i in range(8)
+    ]  # fmt: skip
+    write(folder, "rewordings", rows)
+    kinds = ["numerical substitution", "critical thinking", "reversing operation",
+             "adding operation", "distraction insertion"]  # fmt: skip
+    write(folder, "near_duplicates", [
+        {"gsm8k_id": row["gsm8k_id"], "type": kind, "question": row["question"],
+         "reworded": f"{row['question']} {i}", "answer_differs": True}
+        for row in rows for i, kind in enumerate(kinds)
+    ])  # fmt: skip
+    return folder
+
+
+def test_pairs_of_a_question(data: Path) -> None:
+    by_group = wording_pairs(data)
+    assert sorted(by_group) == [f"q{i}" for i in range(8)]
+    kinds = {pair.kind for pair in by_group["q3"]}
+    assert kinds == set(task_module.KINDS)
+    for group, pairs in by_group.items():
+        other = next(p for p in pairs if p.kind == task_module.UNRELATED)
+        assert other.own != other.root and all(p.group == group for p in pairs)
+        assert [p.same for p in pairs if p.kind == task_module.REWORDING] == [True]
+    assert list(wording_pairs(data, 3)) == list(by_group)[:3]
+
+
+def test_data_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--data"):
+        find_data(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"rewordings\.jsonl"):
+        wording_pairs(tmp_path)
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "?", "answer": "1"}\nnot json\n')
+    with pytest.raises(ValueError, match=r"gsm8k\.jsonl: line 2"):
+        problem_sets(tmp_path)
+    write(tmp_path, "gsm8k", [{"question": "?", "answer": 1}])
+    with pytest.raises(ValueError, match="answer must be a non-empty text"):
+        problem_sets(tmp_path)
+    write(tmp_path, "gsm8k", [{"question": "?", "answer": "C", "choices": ["a", "b"]}])
+    with pytest.raises(ValueError, match="letter of a choice"):
+        problem_sets(tmp_path)
+
+
+def test_the_committed_data_are_whole() -> None:
+    folder = find_data()
+    sizes = {name: len(problems) for name, problems in problem_sets(folder).items()}
+    assert sizes == {"gsm8k": 200, "arc_challenge": 200, "mmlu_stem": 200}
+    pairs = wording_pairs(folder)
+    assert len(pairs) == 300
+    true = [p for of in pairs.values() for p in of if p.kind == task_module.REWORDING]
+    copies = [p for of in pairs.values() for p in of if p.kind == task_module.TURNED]
+    assert np.mean([is_rewording(p.own, p.root) for p in true]) > 0.8
+    assert np.mean([is_rewording(p.own, p.root) for p in copies]) < 0.02
+
+
+# ---- what is remembered ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> Model:
+    """T4 with sharper logits as a Model with a tokenizer, nothing on disk."""
+    return as_model(KEEN)
+
+
+def as_model(model: Small) -> Model:
+    weights = {
+        name: Tensor(np.ascontiguousarray(w), "F32", w.shape) for name, w in model.weights.items()
+    }
+    return Model(weights, model.model_config, Letters(chat=True))  # type: ignore[arg-type]
+
+
+def lab_of(model: Any, **options: Any) -> Lab:
+    engine = {"dtype": "float32", "kv_bytes": "8MiB", "n_threads": 1}
+    return Lab(model, progress=False, engine=engine, **options)
+
+
+CALLS: list[int] = []
+
+
+def square(bench: Bench, x: int) -> dict[str, Any]:
+    CALLS.append(x)
+    if x < 0:
+        raise ValueError("negative")
+    return {"square": x * x, "float": x / 3}
+
+
+def test_measurements_are_made_once(tmp_path: Path, small: Model) -> None:
+    items = [{"x": x} for x in (3, 1, 2)]
+    CALLS.clear()
+    first = lab_of(small, out=tmp_path).measure(square, items)
+    assert [r["square"] for r in first] == [9, 1, 4] and CALLS == [3, 1, 2]
+    again = lab_of(small, out=tmp_path).measure(square, [*items, {"x": 5}])
+    assert again == [*first, {"square": 25, "float": 5 / 3}] and CALLS == [3, 1, 2, 5]
+    assert seconds_of(tmp_path) >= 0
+    lab_of(as_model(SHARP), out=tmp_path, n_workers=1).measure(square, items[:1])
+    assert CALLS[4:] == []  # models in memory are told apart by their configuration alone
+    float64 = replace(lab_of(small, out=tmp_path), engine={"dtype": "bfloat16"})
+    float64.measure(square, items[:1])
+    assert CALLS[4:] == [3]
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, small: Model) -> None:
+    CALLS.clear()
+    with pytest.raises(ValueError, match="negative"):
+        lab_of(small, out=tmp_path).measure(square, [{"x": 1}, {"x": -1}, {"x": 2}])
+    log = tmp_path / "raw" / "square.jsonl"
+    with log.open("a") as file:
+        file.write('{"key": "cut o')  # the machine went down here
+    made = lab_of(small, out=tmp_path).measure(square, [{"x": 1}, {"x": 2}])
+    assert [r["square"] for r in made] == [1, 4] and CALLS == [1, -1, 2]
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_a_broken_memory_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path, "square")
+    log.path.write_text('{"key": "a", "result": {}}\n{"key": 1\n{"key": "b", "result": {}}\n')
+    with pytest.raises(ValueError, match=r"square\.jsonl: line 2 is broken"):
+        log.read()
+
+
+def test_results_must_be_plain(small: Model) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        lab_of(small).measure(nothing, [{}])
+
+
+def nothing(bench: Bench) -> dict[str, Any]:
+    return {"value": NAN}
+
+
+def test_workers_give_the_same_results(tmp_path: Path, smollm2: Model) -> None:
+    items = [
+        {"root": f"Tom has {n} apples.", "others": [f"There are {n} apples that Tom owns."],
+         "centre": ["What is red?", "Who sings?"], "instruction": "Think."}
+        for n in (3, 4)
+    ]  # fmt: skip
+    engine = {"kv_bytes": "64MiB", "n_threads": 1}
+    alone = Lab(smollm2, engine=dict(engine), progress=False).measure(wordings, items)
+    lab = Lab(smollm2, n_workers=2, engine=dict(engine), progress=False, out=tmp_path)
+    assert lab.measure(wordings, items) == alone
+    assert Lab(smollm2, engine=dict(engine), out=tmp_path).measure(wordings, items) == alone
+
+
+def test_ray_gives_the_same_results(smollm2: Model) -> None:
+    pytest.importorskip("ray")
+    items = [{"root": "Tom has 3 apples.", "others": ["Tom owns 3 apples."],
+              "centre": ["What is red?", "Who sings?"], "instruction": "Think."}]  # fmt: skip
+    engine = {"kv_bytes": "64MiB", "n_threads": 1}
+    alone = Lab(smollm2, engine=dict(engine), progress=False).measure(wordings, items)
+    over = Lab(smollm2, ray=True, engine=dict(engine), progress=False)
+    assert over.measure(wordings, items) == alone
+
+
+def test_a_lab_checks_its_settings(small: Model) -> None:
+    with pytest.raises(ValueError, match="n_workers must be"):
+        lab_of(small, n_workers=0)
+    with pytest.raises(ValueError, match="by its path"):
+        lab_of(small, n_workers=2)
+    with pytest.raises(ValueError, match="its own quick"):
+        EXPERIMENTS["cgee"](lab_of(small), quick=True)
+
+
+# ---- replays -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.5, -3.0, 2000.0])
+def test_sigma_is_the_cores(alpha: float) -> None:
+    rng = np.random.default_rng(7)
+    for n in (1, 4, 30):
+        cosines = rng.uniform(-1, 1, n).astype(np.float32)
+        expected = policy.decide(cosines.tolist(), policy.weights(n, alpha), 0.5)[1]
+        assert float(sigma(cosines, alpha)) == pytest.approx(expected, abs=1e-12)
+    assert sigma(np.ones((2, 3)), alpha).tolist() == [1.0, 1.0]
+
+
+CGEES = [
+    CGEE(kappa=0.0), CGEE(), CGEE(kappa=0.9), CGEE(kappa=0.97, verify_batch=1),
+    CGEE(kappa=0.0, skip_top=0.6, skip_lead=0.02), CGEE.fast(verify_batch=2),
+    CGEE(kappa=0.0, skip_top_relative=0.5, skip_lead_relative=0.05),
+    CGEE(kappa=0.0, verify_batch=1), CGEE(kappa=0.0, verify_batch=3),
+]  # fmt: skip
+
+
+def by_the_core(cgee: CGEE, confidence: list[float], scores: list[float]) -> tuple[list[bool], int]:
+    """Who is verified, and the winner, by csrc/policy."""
+    fields: dict[str, Any] = {
+        name: getattr(cgee, name)
+        for name in ("skip_top", "skip_lead", "skip_top_relative", "skip_lead_relative", "kappa")
+        if getattr(cgee, name) is not None
+    }
+    order = policy.order_of(confidence)
+    _, n = policy.skip_of(fields, confidence)
+    made, best = [NAN] * len(scores), NAN
+    for begin in range(0, n, cgee.verify_batch):
+        some = [i for i in order[begin : min(begin + cgee.verify_batch, n)]
+                if policy.can_win(confidence[i], best)]  # fmt: skip
+        for i in some:
+            made[i] = scores[i]
+        for i in some:
+            best = np.fmax(best, policy.mark(scores[i], confidence[i]))
+    return [not math.isnan(s) for s in made], policy.select(made, confidence)
+
+
+@pytest.mark.parametrize("cgee", CGEES)
+def test_replays_are_the_cores_decisions(cgee: CGEE) -> None:
+    rng = np.random.default_rng(11)
+    nothing_seen = Lenses(np.empty((0, 0)), np.empty((0, 0)))
+    for _ in range(200):
+        n = int(rng.integers(1, 9))
+        confidence = np.round(rng.uniform(0.3, 1, n), int(rng.integers(1, 4))).tolist()
+        scores = np.round(rng.uniform(0, 1, n), 2).tolist()
+        made = judge(cgee, confidence, scores, nothing_seen, 4)
+        verified, winner = by_the_core(cgee, confidence, scores)
+        assert (~np.isnan(made.scores)).tolist() == verified
+        assert made.winner == winner and made.skipped == (not any(verified))
+        assert made.layers.tolist() == [4 * v for v in verified]
+
+
+def test_exits_are_the_cores() -> None:
+    rng = np.random.default_rng(13)
+    library = policy.policy()
+    for _ in range(200):
+        entropies = rng.uniform(0, 3, (1, 12))
+        scores = rng.uniform(0, 1, (1, 12))
+        cgee = CGEE(
+            kappa=0.0, lens="full", theta=float(rng.uniform(0, 3)),
+            epsilon=float(rng.uniform(0, 2)), min_layer=int(rng.integers(1, 8)),
+            lens_every=int(rng.integers(1, 4)),
+        )  # fmt: skip
+        raw = policy.cgee(theta=cgee.theta, epsilon=cgee.epsilon, min_layer=cgee.min_layer,
+                          lens_every=cgee.lens_every)  # fmt: skip
+        layer, checks, previous = 12, 0, NAN
+        for at in range(1, 12):
+            if not library.rk_cgee_check(c.byref(raw), at, 12):
+                continue
+            h = entropies[0, at - 1]
+            checks += 1
+            if library.rk_cgee_exit(c.byref(raw), at, 12, c.c_double(h), c.c_double(previous)):
+                layer = at
+                break
+            previous = h
+        made = judge(cgee, [0.5], [0.25], Lenses(entropies, scores), 12)
+        assert (made.layers[0], made.checks[0]) == (layer, checks)
+        assert made.scores[0] == (0.25 if layer == 12 else scores[0, layer - 1])
+
+
+@pytest.mark.parametrize("lens", ["answer", "full"])
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_replayed_verification_is_a_real_one(small: Model, lens: Any, norm: bool) -> None:
+    """Thresholds are taken from the middle between what was seen, so that rounding decides
+    nothing."""
+    lab = lab_of(small)
+    problem = {"id": "p", "question": "th 3 abc", "answer": "3", "choices": []}
+    seen = answers(lab.bench, problem, 4, 8, 0)
+    verified = Verified.of("p", seen)
+    assert list(seen["lenses"]) == list(LENSES) and verified.n_layers == 4
+    session = lab.bench.session
+    words, kids = branches_of(lab, problem)
+    name = f"{lens}{' norm' if norm else ''}"
+    h = np.sort(verified.lenses[name].entropies[:, 1:3].ravel())
+    unit = math.log(2) if lens == "answer" else 1.0
+    layers_seen = set()
+    for at in range(1, len(h)):
+        if h[at] - h[at - 1] < 1e-4:
+            continue
+        cgee = CGEE(kappa=0.0, lens=lens, norm=norm, theta=float(h[at - 1] + h[at]) / 2 / unit,
+                    epsilon=100.0, min_layer=1)  # fmt: skip
+        verdicts = session.verify(kids, words.verification(), *words.answers(None, None), cgee=cgee)
+        replayed = verified.judge(cgee)
+        assert replayed.layers.tolist() == [v.layers for v in verdicts]
+        assert replayed.scores == pytest.approx([v.score for v in verdicts], abs=1e-5)
+        assert session.select(kids) is kids[replayed.winner]
+        layers_seen.update(replayed.layers.tolist())
+    assert len(layers_seen) > 1
+
+
+@pytest.mark.parametrize("cgee", [None, CGEE(), CGEE(kappa=0.97, verify_batch=1), CGEE.fast()])
+def test_a_replayed_choice_is_a_real_one(small: Model, cgee: CGEE | None) -> None:
+    lab = lab_of(small)
+    for i in range(3):
+        problem = {"id": "p", "question": f"th {i} abc", "answer": "3", "choices": []}
+        verified = Verified.of("p", answers(lab.bench, problem, 4, 8, 0))
+        words, kids = branches_of(lab, problem)
+        session = lab.bench.session
+        verdicts = session.verify(kids, words.verification(), *words.answers(None, None), cgee=cgee)
+        replayed = verified.judge(cgee)
+        assert (~np.isnan(replayed.scores)).tolist() == [v.score is not None for v in verdicts]
+        assert session.select(kids) is kids[replayed.winner]
+
+
+def branches_of(lab: Lab, problem: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The branches that `answers` verified, once more."""
+    from rksc.experiments.measure import sampling
+    from rksc.prompts import Wordings
+
+    row = Problem(problem["id"], problem["question"], problem["answer"])
+    words = Wordings(lab.bench.session, row.instruction)
+    kids = lab.bench.session.prefill(words.problem(row.text)).fork(4)
+    for i, kid in enumerate(kids):
+        kid.stream = i
+    lab.bench.session.generate(kids, 8, sampling(0))
+    return words, kids
+
+
+@pytest.mark.parametrize("pool", ["mean", "last"])
+def test_a_replayed_gate_is_the_real_one(small: Model, pool: Any) -> None:
+    lab = lab_of(small)
+    roots = ["3 more th abc", "the abc e 7", "fewer e th 12 the"]
+    others = ["e abc fewer 3 th", "3 more th abd", "the e e"]
+    from rksc.experiments.measure import centres
+    from rksc.prompts import Wordings
+
+    words = Wordings(lab.bench.session, "Think.")
+    centre = centres(lab.bench, words, roots)[pool]
+    for root in roots:
+        seen = wordings(lab.bench, root, others, roots, "Think.")["others"]
+        for depth, alpha in ((1, 1.5), (4, 0.0)):
+            for text, measured in zip(others, seen, strict=True):
+                session = lab.bench.session
+                session.asks = ASKS(center=centre, tau=-1.0, alpha=alpha, probe_layers=depth,
+                                    pool=pool, guard=None)  # fmt: skip
+                own = session.prefill(
+                    words.problem(text), similar_to=session.prefill(words.problem(root))
+                )
+                session.asks = None
+                cosines = measured[pool][:depth]
+                assert own.gate.cosines == pytest.approx(cosines, abs=1e-5)
+                assert own.gate.sigma == pytest.approx(float(sigma(cosines, alpha)), abs=1e-5)
+
+
+def test_the_tokens_that_differ() -> None:
+    assert difference([1, 2, 3, 9], [1, 5, 6, 7, 9]) == (1, 3, 4)
+    assert difference([1, 2, 9], [1, 2, 3, 9]) == (2, 3, 4)  # an insertion: one neighbour
+    assert difference([1, 2], [1, 2, 3]) == (1, 2, 3)
+
+
+def test_select_and_majority() -> None:
+    assert select([0.5, NAN, 0.5], [0.25, 1.0, 0.25]) == 0
+    assert select([None, None], [0.1, 0.2]) == 1
+    assert majority(["3", "", "4", "4", "", ""]) == 2
+    assert majority(["", ""]) == 0
+
+
+# ---- guards ------------------------------------------------------------------------------------
+
+STEM = "Tom has 3 red apples and 4 green ones in his basket. How many more does he need for 10?"
+
+
+@pytest.mark.parametrize(
+    ("other", "passes"),
+    [
+        ("A basket of Tom's holds 3 apples that are red, 4 that are green. 10 are wanted: what is "
+         "missing?", True),
+        (STEM.replace("more", "fewer"), False),  # one word turned round
+        (STEM.replace("4", "5"), False),  # a number
+        (STEM + " He then drops all of them.", False),  # an operation added
+        (STEM.replace(" in his basket", ""), False),  # a fact removed
+        (STEM, False),
+    ],
+)  # fmt: skip
+def test_a_rewording_is_no_near_copy(other: str, passes: bool) -> None:
+    header = "Solve it.\nQuestion: one\nAnswer: two\n"
+    assert is_rewording(STEM, other) is passes
+    assert is_rewording(other, STEM) is passes
+    # equal lines around the question do not count
+    assert is_rewording(f"{header}{STEM}\nThink.", f"{header}{other}\nThink.") is passes
+
+
+# ---- calibration -------------------------------------------------------------------------------
+
+
+def pair(group: int, kind: str, same: bool, level: float, passes: str = "both") -> Seen:
+    guards = {"both": {"numbers", "reworded", None}, "numbers": {"numbers", None}, "none": {None}}
+    cosines = {pool: np.full(8, level) for pool in ("mean", "last")}
+    return Seen(f"q{group}", kind, same, frozenset(guards[passes]), cosines)
+
+
+def test_what_is_separable_is_separated() -> None:
+    rng = np.random.default_rng(17)
+    seen = [pair(i, "same", True, rng.uniform(0.6, 0.9)) for i in range(100)]
+    seen += [pair(i, "other", False, rng.uniform(-0.2, 0.3)) for i in range(100)]
+    gate = fit(seen, 8, 0.01)
+    assert gate is not None
+    assert 0.3 < gate.tau < 0.65 and gate.probe_layers == 1 and gate.guard == "numbers"
+    assert all(gate.accepts(s) is bool(s.same) or s.same for s in seen)
+    assert np.mean([gate.accepts(s) for s in seen if s.same]) >= 0.97
+
+
+def test_near_duplicates_are_the_guards_to_stop() -> None:
+    """They are more alike than rewordings: only a guard that refuses them leaves any reuse."""
+    seen = [pair(i, "same", True, 0.8) for i in range(50)]
+    seen += [pair(i, "turned", False, 0.99, "numbers") for i in range(50)]
+    gate = fit(seen, 8, 0.01)
+    assert gate is not None and gate.guard == "reworded"
+    assert not any(gate.accepts(s) for s in seen if not s.same)
+    assert fit(seen, 8, 0.01, guards=("numbers",)) is None
+    tolerant = fit(seen, 8, 1.0, guards=("numbers",))
+    assert tolerant is not None and all(tolerant.accepts(s) for s in seen)
+
+
+def test_what_is_inseparable_stays_closed() -> None:
+    rng = np.random.default_rng(19)
+    seen = [pair(i, "same", True, rng.uniform(0, 0.9)) for i in range(200)]
+    seen += [pair(i, "other", False, rng.uniform(0.1, 1.0)) for i in range(200)]
+    assert fit(seen, 8, 0.0) is None
+
+
+def test_the_allowed_errors_are_counted() -> None:
+    seen = [pair(i, "same", True, 0.5) for i in range(10)]
+    seen += [pair(i, "other", False, 0.9 if i < 2 else 0.1) for i in range(100)]
+    assert fit(seen, 8, 0.01) is None
+    gate = fit(seen, 8, 0.02)
+    assert gate is not None and sum(gate.accepts(s) for s in seen if not s.same) == 2
+
+
+def test_pairs_of_both_kinds_are_needed() -> None:
+    with pytest.raises(ValueError, match="both are needed"):
+        fit([pair(0, "same", True, 0.5)], 8, 0.01)
+    with pytest.raises(ValueError, match="unprobed"):
+        Gate(None, "mean", 1, 1.5).accepts(Seen("q", "k", True, frozenset({None})))
+
+
+def verified_problem(i: int, confidence: list[float], scores: list[float]) -> Verified:
+    n = len(scores)
+    sure = Lenses(np.full((n, 8), 0.01), np.tile(np.array(scores)[:, None], 8))
+    lenses = dict.fromkeys(LENSES, sure)
+    return Verified(f"p{i}", np.array(confidence), np.array(scores), lenses, 8, 10)
+
+
+def test_level_2_is_taken_where_it_pays() -> None:
+    """Lenses that see the final score from the first layer on."""
+    problems = [verified_problem(i, [0.9, 0.89], [0.2, 0.8]) for i in range(16)]
+    found = fit_cgee(problems, 0.0, {"answer": 0.01, "full": 5.0})
+    assert found.level2 and found.cgee.lens == "answer"
+    assert found.held_out.saved > 0.5 and found.held_out.changed.k == 0
+    assert "Level 2 pays" in found.says
+    dear = fit_cgee(problems, 0.0, {"answer": 100.0, "full": 100.0})
+    assert not dear.level2 and dear.cgee.lens is None and "Level 2 is off" in dear.says
+
+
+def test_kappa_is_as_large_as_the_wanted_rate_allows() -> None:
+    """The rival is 0.8 as confident and wins in one problem of four."""
+    problems = [
+        verified_problem(i, [0.8, 0.64], [0.1 if i % 4 == 0 else 0.9, 0.9]) for i in range(32)
+    ]
+    problems = [replace(p, lenses={n: Lenses(np.full((2, 8), 9.0), np.zeros((2, 8)))
+                                   for n in LENSES}) for p in problems]  # fmt: skip
+    costs = {"answer": 0.01, "full": 1.0}
+    strict, loose = (fit_cgee(problems, rate, costs) for rate in (0.0, 0.5))
+    assert strict.cgee.kappa <= 0.8 and strict.held_out.saved == 0
+    assert loose.held_out.saved == 1.0 and 0 < loose.held_out.changed.value < 0.5
+    assert not strict.level2 and not loose.level2
+    whole = effect(CGEE(kappa=0.0), problems, 0.0)
+    assert whole == Effect(0.0, stats.Rate(0, 32))
+
+
+def test_calibrate_on_a_model(data: Path, small: Model) -> None:
+    pairs = [p for of in wording_pairs(data).values() for p in of]
+    found = calibrate(small, pairs, 1.0, guards=(None,), progress=False, engine=dict(ENGINE))
+    assert found.asks is not None and found.same.n == 4
+    assert found.accepted[task_module.REWORDING] == found.same
+    assert str(found.same) in found.says
+    session = small.session(asks=found.asks, dtype="float32")
+    assert session.asks is found.asks
+    plain = [
+        (f"th {i}", own, same) for i in range(4) for own, same in (("e", True), ("the", False))
+    ]
+    found = calibrate(small, plain, 0.0, guards=(None,), progress=False, engine=dict(ENGINE))
+    assert (found.same.n, found.other.n) == (2, 2)
+
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "kv_bytes": "8MiB", "n_threads": 1}
+
+
+@pytest.mark.parametrize("pairs", [[("a", "b", True)], [("a", "b")], [("a", 3, True)]])
+def test_calibrate_refuses(small: Model, pairs: Any) -> None:
+    with pytest.raises(ValueError, match="pairs"):
+        calibrate(small, pairs, progress=False, engine=dict(ENGINE))
+
+
+def test_calibrate_cgee_on_a_model(small: Model) -> None:
+    problems = [(f"th {i} abc", str(i)) for i in range(6)]
+    found = calibrate_cgee(small, problems, 0.5, n_branches=3, max_new_tokens=6, progress=False,
+                           engine=dict(ENGINE))  # fmt: skip
+    assert found.held_out.changed.n == 3 and found.says in str(found)
+    with pytest.raises(ValueError, match="max_changed"):
+        calibrate_cgee(small, problems, 2.0)
+    costs = lens_costs(lab_of(small))
+    assert 0 < costs["answer"] < costs["full"]
+
+
+# ---- whole experiments -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Table]]:
+    """All experiments on the small model, made once."""
+    out = tmp_path_factory.mktemp("results")
+    lab = lab_of(as_model(KEEN), quick=True, n=2, data=data, out=out)
+    return out, {name: run(lab) for name, run in EXPERIMENTS.items()}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_runs_whole(name: str, results: tuple[Path, dict[str, Table]]) -> None:
+    table = results[1][name]
+    assert table.name == name and len(table) and table.findings
+    assert {"model", "machine", "rksc", "seed", "quick"} <= set(table.meta)
+    for part in (table, *table.also.values()):
+        for column in part.columns:
+            if column.unit == "%":
+                known = [v for v in part.column(column.name) if v is not None]
+                assert all(-1e-9 <= v <= 100 + 1e-9 or "net" in column.name for v in known), column
+
+
+def test_exact_ways_agree(results: tuple[Path, dict[str, Table]]) -> None:
+    tables = results[1]
+    assert all(tables["prefix_sweep"].column("same results"))
+    assert set(tables["eviction"].column("same winner")) <= {100.0, None}
+    exact = tables["decomposition"].where(arm="exact caching")
+    assert set(exact.column("winners changed")) == {0.0}
+    alone = tables["decomposition"].where(arm="No-KV")
+    assert set(alone.column("winners changed")) == {0.0}
+    for a, b in zip(alone.column("computed"), exact.column("computed"), strict=True):
+        assert a > b
+    full = tables["accuracy"].where(way="best of n, verified in full")
+    assert set(full.column("against full")) == {0.0}
+    assert tables["cgee"].where(rule="contenders", threshold=0.5).column("layers saved")[0] >= 0
+
+
+def test_a_run_that_is_there_is_not_made_again(
+    data: Path, results: tuple[Path, dict[str, Table]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, tables = results
+    monkeypatch.setattr("rksc.experiments.runner._run", None)
+    lab = lab_of(as_model(KEEN), quick=True, n=2, data=data, out=out)
+    assert EXPERIMENTS["cgee"](lab)._plain() == tables["cgee"]._plain()
+
+
+def test_the_report_puts_what_speaks_against_it_first(
+    results: tuple[Path, dict[str, Table]],
+) -> None:
+    out, tables = results
+    page = report(tables, out, "the command").read_text()
+    assert page.index("What speaks against it") < page.index("What speaks for it")
+    assert "`the command`" in page
+    for name, table in tables.items():
+        assert f"## {name}" in page and (out / f"{name}.csv").is_file()
+        for finding in table.findings:
+            assert finding.text in page
+        assert Table.from_json(out / f"{name}.json").rows == [
+            tuple(None if isinstance(v, float) and math.isnan(v) else v for v in row)
+            for row in table.rows
+        ]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_plots_itself(
+    name: str, results: tuple[Path, dict[str, Table]], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    figure = results[1][name].plot(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    for axes in figure.axes:
+        assert axes.get_xlabel() and axes.get_title(loc="left")
+    assert figure.axes[0].get_ylabel() or figure.axes[0].get_yticklabels()
+
+
+def test_the_command(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], small: Model
+) -> None:
+    parser = argparse.ArgumentParser()
+    command_module.add_experiment_options(parser)
+    assert tuple(EXPERIMENTS) == command_module.NAMES
+    options = parser.parse_args(["prefix_sweep", "--quick", "--out", str(tmp_path), "--threads",
+                                 "1", "--dtype", "float32", "--data", str(data)])  # fmt: skip
+    options.model = small
+    assert command_module.experiment(options) == 0
+    printed = capsys.readouterr().out
+    assert "speed-up [x]" in printed and str(tmp_path / "prefix_sweep.csv") in printed
+
+
+def test_the_progress_bar_counts_items(capsys: pytest.CaptureFixture[str], small: Model) -> None:
+    replace(lab_of(small), progress=True).measure(square, [{"x": 1}, {"x": 2}])
+    assert "2/2" in capsys.readouterr().err.replace("100%", "")
+
+
+def test_unused_pairs_do_not_exist() -> None:
+    """A Pair is what people pass: its fields are the documented ones."""
+    assert Pair("g", "k", "a", "b", True).same is True
