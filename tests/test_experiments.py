@@ -36,7 +36,7 @@ from rksc.experiments.fitting import (
 )
 from rksc.experiments.measure import LENSES, answers, difference, wordings
 from rksc.experiments.replay import Lenses, judge, majority, select, sigma
-from rksc.experiments.runner import Bench, Log, seconds_of
+from rksc.experiments.runner import Bench, Log, time_of
 from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
 
 NAN = math.nan
@@ -306,7 +306,7 @@ def test_measurements_are_made_once(tmp_path: Path, small: Model) -> None:
     assert [r["square"] for r in first] == [9, 1, 4] and CALLS == [3, 1, 2]
     again = lab_of(small, out=tmp_path).measure(square, [*items, {"x": 5}])
     assert again == [*first, {"square": 25, "float": 5 / 3}] and CALLS == [3, 1, 2, 5]
-    assert seconds_of(tmp_path) >= 0
+    assert all(0 <= seconds < 60 for seconds in time_of(tmp_path))
     lab_of(as_model(SHARP), out=tmp_path, n_workers=1).measure(square, items[:1])
     assert CALLS[4:] == []  # models in memory are told apart by their configuration alone
     float64 = replace(lab_of(small, out=tmp_path), engine={"dtype": "bfloat16"})
@@ -795,7 +795,8 @@ def test_the_command(
 
 def test_the_progress_bar_counts_items(capsys: pytest.CaptureFixture[str], small: Model) -> None:
     replace(lab_of(small), progress=True).measure(square, [{"x": 1}, {"x": 2}])
-    assert "2/2" in capsys.readouterr().err.replace("100%", "")
+    err = capsys.readouterr().err
+    assert "square" in err and "item" in err
 
 
 def test_unused_pairs_do_not_exist() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .runner import seconds_of
+from .runner import time_of
 from .table import Table, show
 
 _ROWS = 40  # a longer table stays in its CSV file
@@ -26,11 +26,12 @@ def report(tables: Mapping[str, Table], out: str | Path, command: str) -> Path:
 def _page(tables: Mapping[str, Table], folder: Path, command: str) -> list[str]:
     meta = next(iter(tables.values())).meta
     lines = ["# Results", ""]
+    wall, cpu = (seconds / 60 for seconds in time_of(folder))
     lines += [
         f"Made by `{command}` with {meta['model']} ({meta['architecture']}) in {meta['dtype']} on "
         f"{meta['machine']} ({meta['isa']}, {meta['n_threads']} threads), rksc {meta['rksc']}, "
-        "seed "
-        f"{meta['seed']}. The measurements took {seconds_of(folder) / 60:.1f} minutes in all.", "",
+        f"seed {meta['seed']}. The measurements took {wall:.1f} minutes, {cpu:.1f} minutes of "
+        "processor time.", "",
     ]  # fmt: skip
     if meta["quick"]:
         lines += [

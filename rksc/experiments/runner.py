@@ -127,16 +127,16 @@ class Lab:
         missing = {k: item for k, item in zip(keys, items, strict=True) if k not in known}
         with Progress(self.progress) as bar:
             bar.phase(function.__name__.replace("_", " "), len(missing), unit="item")
-            for key, result, seconds in self._work(function, missing, timed):
-                known[key] = result
+            for key, done in self._work(function, missing, timed):
+                known[key] = done["result"]
                 if log is not None:
-                    log.append({"key": key, "seconds": round(seconds, 3), "result": result})
+                    log.append({"key": key, **done})
                 bar.advance(1)
         return [known[key] for key in keys]
 
     def _work(
         self, function: Measure, items: dict[str, dict[str, Any]], timed: bool
-    ) -> Iterator[tuple[str, Result, float]]:
+    ) -> Iterator[tuple[str, Result]]:
         if not items:
             return
         if self.ray and not timed:
@@ -145,7 +145,7 @@ class Lab:
             yield from _by_processes(self, function, items)
         else:
             for key, item in items.items():
-                yield key, *_run(self.bench, function, item)
+                yield key, _run(self.bench, function, item)
 
     def _key(self, function: Measure, item: dict[str, Any]) -> str:
         parts = [self._identity, function.__module__, function.__name__, item]
@@ -186,11 +186,13 @@ class Lab:
 _bench: Bench | None = None  # of a worker process
 
 
-def _run(bench: Bench, function: Measure, item: dict[str, Any]) -> tuple[Result, float]:
-    """A result as the file will give it back, and the seconds that it took."""
-    start = time.perf_counter()
+def _run(bench: Bench, function: Measure, item: dict[str, Any]) -> Result:
+    """The result as the file will give it back, and what it took: seconds on the wall, and of
+    all processors."""
+    start, busy = time.perf_counter(), time.process_time()
     result = json.loads(json.dumps(function(bench, **item), allow_nan=False))
-    return result, time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - busy
+    return {"seconds": round(seconds, 3), "cpu": round(cpu, 3), "result": result}
 
 
 def _start(path: str, engine: dict[str, Any]) -> None:
@@ -198,14 +200,14 @@ def _start(path: str, engine: dict[str, Any]) -> None:
     _bench = Bench(path, engine)
 
 
-def _run_here(function: Measure, item: dict[str, Any]) -> tuple[Result, float]:
+def _run_here(function: Measure, item: dict[str, Any]) -> Result:
     assert _bench is not None
     return _run(_bench, function, item)
 
 
 def _by_processes(
     lab: Lab, function: Measure, items: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, Result, float]]:
+) -> Iterator[tuple[str, Result]]:
     n = min(lab.n_workers, len(items))
     threads = max(1, _core.default_threads() // n)
     engine = {**lab.engine, "n_threads": lab.engine.get("n_threads") or threads}
@@ -213,19 +215,19 @@ def _by_processes(
     with ProcessPoolExecutor(
         n, multiprocessing.get_context("spawn"), _start, (str(lab._path), engine)
     ) as pool:
-        futures: dict[Future[tuple[Result, float]], str] = {
+        futures: dict[Future[Result], str] = {
             pool.submit(_run_here, function, item): key for key, item in items.items()
         }
         try:
             for future in as_completed(futures):
-                yield futures[future], *future.result()
+                yield futures[future], future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _by_ray(
     path: str, engine: dict[str, Any], function: Measure, items: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, Result, float]]:
+) -> Iterator[tuple[str, Result]]:
     try:
         import ray
     except ImportError:
@@ -233,7 +235,7 @@ def _by_ray(
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
 
-    def task(function: Measure, item: dict[str, Any]) -> tuple[Result, float]:
+    def task(function: Measure, item: dict[str, Any]) -> Result:
         if _bench is None:
             _start(path, engine)
         return _run_here(function, item)
@@ -243,7 +245,7 @@ def _by_ray(
     while waiting:
         done, _ = ray.wait(list(waiting))
         for reference in done:
-            yield waiting.pop(reference), *ray.get(reference)
+            yield waiting.pop(reference), ray.get(reference)
 
 
 # ---- what is remembered ------------------------------------------------------------------------
@@ -280,13 +282,15 @@ class Log:
             file.write(line.encode())
 
 
-def seconds_of(out: str | Path) -> float:
-    """Seconds that the measurements below out/raw took, all together."""
-    total = 0.0
+def time_of(out: str | Path) -> tuple[float, float]:
+    """What the measurements below out/raw took all together: seconds on the wall, and of all
+    processors (less than those when others had the machine)."""
+    wall = cpu = 0.0
     for path in sorted((Path(out) / "raw").glob("*.jsonl")):
         for line in path.read_text("utf-8").splitlines():
-            total += json.loads(line)["seconds"]
-    return total
+            record = json.loads(line)
+            wall, cpu = wall + record["seconds"], cpu + record["cpu"]
+    return wall, cpu
 
 
 def _digest(path: Path) -> str:
