@@ -1,0 +1,167 @@
+"""lm-evaluation-harness: the `rksc` model against its `hf` model, in float32, item by item.
+
+python benchmarks/harness.py [MODEL.gguf] [--arc 12] [--gsm8k 6] [--batch 1 --batch 8]
+
+ARC-Challenge with 25 examples in the prompt (log-likelihoods of four choices) and GSM8K with 5
+(generation up to "Question:"), from the files in data/, as local tasks of the harness. hf runs
+once for each batch size and its best time counts. Needs lm-eval, transformers and torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+DATA = ROOT / "data"
+SHOTS = {"rksc_arc": 25, "rksc_gsm8k": 5}
+
+ARC = """
+task: rksc_arc
+dataset_path: json
+dataset_kwargs: {{data_files: {{train: {train}, test: {test}}}}}
+fewshot_split: train
+fewshot_config: {{sampler: first_n}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{'ABCD'.index(answer)}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+GSM8K = """
+task: rksc_gsm8k
+dataset_path: json
+dataset_kwargs: {{data_files: {{train: {train}, test: {test}}}}}
+fewshot_split: train
+fewshot_config: {{sampler: first_n}}
+test_split: test
+output_type: generate_until
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+doc_to_target: " {{{{solution}}}}"
+generation_kwargs: {{until: ["Question:"], do_sample: false, max_gen_toks: {max_gen_toks}}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def write_tasks(folder: Path, max_gen_toks: int = 256) -> None:
+    """Both tasks into a folder for the harness' include_path. ARC's examples are the five of
+    its training file and the last twenty problems, which are not asked then."""
+    arc = _rows("arc_challenge.jsonl")
+    files = {
+        ("arc", "train"): _rows("arc_challenge_examples.jsonl") + arc[180:],
+        ("arc", "test"): arc[:180],
+        ("gsm8k", "train"): _rows("gsm8k_examples.jsonl"),
+        ("gsm8k", "test"): _rows("gsm8k.jsonl"),
+    }
+    paths = {key: _write(folder / f"{'_'.join(key)}.jsonl", rows) for key, rows in files.items()}
+    for name, text in (("arc", ARC), ("gsm8k", GSM8K)):
+        text = text.format(
+            train=paths[name, "train"], test=paths[name, "test"], max_gen_toks=max_gen_toks
+        )
+        (folder / f"{name}.yaml").write_text(text, "utf-8")
+
+
+def evaluate(lm: Any, folder: Path, task: str, limit: int) -> list[Any]:
+    """What the model answered to each of the first `limit` items: [(logprob, is greedy), ...] of
+    the choices, or the text."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    found = lm_eval.simple_evaluate(
+        model=lm, tasks=[task], num_fewshot=SHOTS[task], limit=limit, log_samples=True,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=0, verbosity="ERROR",
+    )  # fmt: skip
+    samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+    return [[tuple(r[0]) if isinstance(r[0], (list, tuple)) else r[0] for r in s["resps"]]
+            for s in samples]  # fmt: skip
+
+
+def hf_model(path: Path, batch_size: int) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=str(path.parent), gguf_file=path.name, dtype="float32", device="cpu",
+        batch_size=batch_size,
+    )  # fmt: skip
+
+
+def rksc_model(path: Path) -> Any:
+    from rksc.clients.lm_eval import RKSC
+
+    return RKSC(str(path), dtype="float32")
+
+
+def compare(task: str, ours: list[Any], theirs: list[Any]) -> str:
+    """One line: how far the answers are from each other."""
+    if task == "rksc_gsm8k":
+        same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        return f"{same} of {len(ours)} texts are equal"
+    pairs = [p for a, b in zip(ours, theirs, strict=True) for p in zip(a, b, strict=True)]
+    worst = max(abs(x[0] - y[0]) for x, y in pairs)
+    best = [[max(range(len(r)), key=lambda i: r[i][0]) for r in rows] for rows in (ours, theirs)]
+    same = sum(a == b for a, b in zip(*best, strict=True))
+    greedy = sum(x[1] == y[1] for x, y in pairs)
+    return (
+        f"log-likelihoods differ by {worst:.1e} at most, {same} of {len(ours)} choices are equal, "
+        f"{greedy} of {len(pairs)} greedy marks"
+    )
+
+
+def main() -> int:
+    from rksc import demo
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", type=Path, help="a .gguf file")
+    parser.add_argument("--arc", type=int, default=12, help="items of ARC-Challenge")
+    parser.add_argument("--gsm8k", type=int, default=6, help="items of GSM8K")
+    parser.add_argument("--batch", type=int, action="append", help="batch sizes of hf (1, 4, 16)")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    path = options.model or Path(demo.find_model())
+    limits = {"rksc_arc": options.arc, "rksc_gsm8k": options.gsm8k}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tasks(folder)
+        for task, limit in limits.items():
+            if not limit:
+                continue
+            lm = rksc_model(path)
+            began = time.perf_counter()
+            ours = evaluate(lm, folder, task, limit)
+            own = time.perf_counter() - began
+            times: dict[int, float] = {}
+            theirs: list[Any] = []
+            for batch in options.batch or (1, 4, 16):
+                reference = hf_model(path, batch)
+                began = time.perf_counter()
+                theirs = evaluate(reference, folder, task, limit)
+                times[batch] = time.perf_counter() - began
+                del reference
+            best = min(times, key=lambda batch: times[batch])
+            print(f"{task}, {limit} items, {SHOTS[task]} examples: rksc {own:.1f} s, hf "
+                  + ", ".join(f"{t:.1f} s (batch {b})" for b, t in times.items())
+                  + f": {times[best] / own:.1f} times as fast", flush=True)  # fmt: skip
+            print(f"  {compare(task, ours, theirs)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
