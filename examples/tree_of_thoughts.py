@@ -4,6 +4,7 @@ pip install --no-deps tree-of-thoughts-llm; pip install backoff pandas sympy
 """
 
 import argparse
+import functools
 import importlib.util
 import sys
 
@@ -18,16 +19,18 @@ client = tot.connect(
     rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()), dtype=best_dtype()
 )
 
-from tot.methods.bfs import solve  # noqa: E402  (after connect)
+from tot.methods import bfs  # noqa: E402  (after connect)
 from tot.tasks.game24 import Game24Task  # noqa: E402
+
+bfs.gpt = functools.partial(bfs.gpt, max_tokens=48)  # of 1000: a small model rambles
 
 settings = argparse.Namespace(
     backend="gpt-4", temperature=0.7, method_generate="propose", method_evaluate="value",
     method_select="greedy", n_generate_sample=1, n_evaluate_sample=3, n_select_sample=1,
 )  # fmt: skip
 task = Game24Task()
-task.steps = 2  # of 4: this is an example
-answers, log = solve(settings, task, 900, to_print=False)
+task.steps = 1  # of 4: this is an example
+answers, log = bfs.solve(settings, task, 900, to_print=False)
 print(answers)
 for step in log["steps"]:
     print(step["step"], len(step["new_ys"]), "proposals, values", sorted(step["values"])[-3:])

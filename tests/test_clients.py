@@ -6,19 +6,22 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from letters import BOS, Letters
+from model_files import TINY, random_weights
 from models import T4
 
-from rksc import BranchSession, CapacityError, Sampling
+from rksc import BranchSession, CapacityError, Model, ModelConfig, Sampling, Tensor
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._engine import Engine, Sample, copies
 from rksc.clients.tot import gpt_of
 
 Make = Callable[..., BranchSession]
+ROOT = Path(__file__).resolve().parent.parent
 LONG = "the abc of 12 things, " * 4
 ASK: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
 
@@ -485,3 +488,30 @@ def test_gpt(client: OpenAI) -> None:
         messages=ASK, temperature=0, max_tokens=6, n=3, stop="\n"
     )
     assert answers == texts(expected)
+
+
+# ---- a real workload ---------------------------------------------------------------------------
+
+
+def test_a_tree_of_thoughts_run_comes_from_the_cache(smollm2: Model) -> None:
+    """The unique prompts of twenty Game-of-24 puzzles (data/tot), each asked as the paper's code
+    asks: at least 95 % of their tokens are there already. The tokenizer is real; what the weights
+    are does not matter here, so they are few."""
+    config = {**TINY, "vocab_size": 49152, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    weights = random_weights({**config, "tie_word_embeddings": True})
+    tensors = {name: Tensor(np.ascontiguousarray(w), "F32", w.shape) for name, w in weights.items()}
+    parsed = ModelConfig.of({**config, "tie_word_embeddings": True})
+    gpt_client = OpenAI(Model(tensors, parsed, smollm2.tokenizer), kv_bytes="256MiB")
+    trace = json.loads((ROOT / "data" / "tot" / "game24_trace.json").read_text("utf-8"))
+    prompts = dict.fromkeys(trace["headers"][head] + tail for _, head, _, tail in trace["calls"])
+    assert len(prompts) == 1141
+    cached = total = 0
+    for prompt in prompts:
+        usage = gpt_client.chat.completions.create(
+            messages=[{"role": "user", "content": prompt}], max_tokens=1
+        ).usage
+        cached += usage.prompt_tokens_details.cached_tokens
+        total += usage.prompt_tokens
+    assert total > 400_000
+    assert cached / total >= 0.95
+    assert gpt_client.engine.session.stats().tokens_computed == total - cached

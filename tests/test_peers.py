@@ -184,6 +184,80 @@ def test_reasoners_language_model(client: OpenAI) -> None:
         model.generate([prompt], stopping_criteria=[1])
 
 
+# ---- lm-evaluation-harness -----------------------------------------------------------------------
+
+
+def close(ours: list[Any], theirs: list[Any]) -> bool:
+    """Log-likelihoods to 1e-3 and the same greedy marks."""
+    return all(
+        abs(a[0] - b[0]) < 1e-3 and a[1] == b[1]
+        for one, other in zip(ours, theirs, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def harness() -> Any:
+    """benchmarks/harness.py, whose tasks are made of the files in data/."""
+    pytest.importorskip("lm_eval")
+    spec = importlib.util.spec_from_file_location("harness", ROOT / "benchmarks" / "harness.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_harness_equals_hf(harness: Any, smollm2: Model, tmp_path: Path) -> None:
+    """Item by item, with 25 and 5 examples, in float32; few items, because hf takes its time."""
+    harness.write_tasks(tmp_path, max_gen_toks=24)
+    path = Path(str(smollm2.path))
+    ours, theirs = harness.rksc_model(path), harness.hf_model(path, 4)
+    for task, limit in (("rksc_arc", 2), ("rksc_gsm8k", 2)):
+        a, b = (harness.evaluate(lm, tmp_path, task, limit) for lm in (ours, theirs))
+        assert len(a) == limit
+        assert a == b if task == "rksc_gsm8k" else close(a, b)
+    reused = ours.engine.session.stats().tokens_reused
+    assert reused > 1000  # the second item's examples, and the choices' context
+
+    from lm_eval.api.instance import Instance
+
+    text = (ROOT / "README.md").read_text("utf-8")[:900]
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0)]
+    ours.max_length = theirs._max_length = 64
+    got, expected = (lm.loglikelihood_rolling(rolling)[0] for lm in (ours, theirs))
+    assert got == pytest.approx(expected, abs=5e-3)
+
+
+def test_the_harness_command(harness: Any, smollm2: Model, tmp_path: Path) -> None:
+    harness.write_tasks(tmp_path)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "rksc.cli", "lm-eval", "--model", "rksc", "--model_args",
+            f"pretrained={smollm2.path},dtype=float32", "--tasks", "rksc_arc", "--include_path",
+            str(tmp_path), "--num_fewshot", "1", "--limit", "2",
+        ],
+        capture_output=True, text=True, check=False, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"rksc_arc\s*\|.*acc_norm", done.stdout, re.S), done.stdout
+
+
+def test_settings_that_the_harness_model_cannot_keep(harness: Any, client: OpenAI) -> None:
+    from rksc.clients.lm_eval import RKSC
+
+    lm = RKSC(client)
+    sample = lm._sample("Hi", {"until": ["x", ""], "max_gen_toks": 5, "do_sample": False})
+    assert (sample.stop, sample.max_new_tokens, sample.sampling.temperature) == (("x",), 5, 0.0)
+    assert lm._sample("Hi", {"do_sample": True, "temperature": 0.5}).sampling.temperature == 0.5
+    with pytest.raises(ValueError, match="num_beams=4"):
+        lm._sample("Hi", {"num_beams": 4})
+    with pytest.raises(ValueError, match="max_gen_toks"):
+        lm._sample("Hi", {"max_gen_toks": 10**6})
+    with pytest.raises(ValueError, match="quantize"):
+        RKSC(client, quantize=True)
+
+
 # ---- imports -------------------------------------------------------------------------------------
 
 
