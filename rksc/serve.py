@@ -32,7 +32,7 @@ from .results import Token
 
 MAX_BODY = 8 << 20  # bytes of a request
 MAX_WAITING = 4096  # samples in the queue; more is a 503
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost")
 
 Read = Callable[[Engine, Mapping[str, Any], str], Request]
 
@@ -259,7 +259,7 @@ def serve(engine: Engine, host: str = "127.0.0.1", port: int = 8000) -> None:
     address is taken."""
     import uvicorn
 
-    hosts = [*LOOPBACK, "[::1]"] if host in LOOPBACK else None
+    hosts = list(LOOPBACK) if host in LOOPBACK else None
     config = uvicorn.Config(
         application(engine, hosts), log_level="warning", timeout_graceful_shutdown=3
     )

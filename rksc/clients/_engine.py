@@ -174,7 +174,7 @@ class Engine:
         Raises the error of the first that failed; nothing of the call goes on then."""
         self.submit(sorted(samples, key=lambda sample: sample.prompt.tolist()))
         try:
-            while not all(sample.ended for sample in samples):
+            while not all(s.ended for s in samples) and not any(s.error for s in samples):
                 self.step()
         finally:
             self.cancel(samples)
