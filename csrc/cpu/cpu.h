@@ -14,6 +14,12 @@
 /* Activation rows of a packed group. */
 #define CPU_PACK_ROWS 16
 
+/* Activation rows up to which reading the weights is what a product costs. */
+#define CPU_FEW_ROWS 128
+
+/* Activation rows of a kernel call at most, when they are more than that. */
+#define CPU_PANEL_ROWS 512
+
 /* ---- kernels: one table per instruction set ----------------------------- */
 
 /* out[i * out_stride + j] = a_i . w_j + bias[j] (+ what was there), for
@@ -26,6 +32,7 @@ typedef struct cpu_product {
     const float *bias; /* (n,) or NULL */
     int32_t m, n, k;
     bool accumulate;
+    bool many;     /* as `a` was packed */
     void *scratch; /* product_scratch_bytes(k), where kernels want it */
 } cpu_product;
 
@@ -57,8 +64,9 @@ typedef struct cpu_kernels {
     /* [0]: float32, [1]: bf16 activations, weights and KV */
     void (*product[2])(const cpu_product *job);
     /* NULL, or: bf16 products want `a` packed in groups of CPU_PACK_ROWS rows
-     * of packed_bytes(k) each, the last one with fewer rows. */
-    void (*pack)(void *out, const void *a, int32_t rows, int32_t k);
+     * of packed_bytes(k) each, the last one with fewer rows; `many`: more than
+     * CPU_FEW_ROWS of them in all. */
+    void (*pack)(void *out, const void *a, int32_t rows, int32_t k, bool many);
     size_t (*packed_bytes)(int32_t k);
     /* NULL, or bytes of cpu_product.scratch */
     size_t (*product_scratch_bytes)(int32_t k);

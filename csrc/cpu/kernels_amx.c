@@ -1,12 +1,15 @@
 /* Kernels for AMX-BF16: bf16 products in tiles, the rest as AVX-512.
  *
- * A tile product adds sixteen weight rows by sixteen activation rows over 32
- * elements of K. Weights are the first operand, straight from where they lie;
- * activations are the second and packed beforehand: for each group of sixteen
- * rows and each 32 elements of K one tile of 1 KiB, (16 pairs, 16 rows, 2),
- * zeros where there is no row or element. K runs upwards in steps of 32 from 0
- * for every output: that is the one order of accumulation. Results leave
- * transposed (weight rows are tile rows) and are turned in registers.
+ * A tile product adds sixteen rows of its first operand by sixteen columns of
+ * its second over 32 elements of K; the second wants pairs of K in its rows, so
+ * one side has to be turned. With few activation rows these are: for each group
+ * of sixteen and each 32 elements of K one tile of 1 KiB, (16 pairs, 16 rows,
+ * 2), zeros where there is no row or element; weights are read where they lie,
+ * and sums leave turned. With many, weights are: two tiles of rows at a time,
+ * used for all activations while they are in the cache, and sums leave as they
+ * are. Either way K runs upwards in steps of 32 from 0 for every output and a
+ * product of two numbers is the same in either order: one order of
+ * accumulation.
  */
 #if defined(__x86_64__)
 #include "vector_avx512.h"
@@ -54,35 +57,67 @@ static void configure(void)
     _tile_loadconfig(&layout);
 }
 
-/* x[i][j] becomes x[j][i]. */
-INLINE void transpose(__m512 x[SIDE])
+/* Rows 4 q .. 4 q + 3 of `out`, for q < quarters (<= 4), become columns of the
+ * SIDE rows of four-byte elements that lie `stride` bytes apart. Four rows a
+ * lane are put together while they are loaded, which leaves half the shuffles.
+ */
+INLINE void turn(char *out, const char *from, int64_t stride, int quarters)
 {
-    __m512 t[SIDE];
     UNROLL
-    for (int i = 0; i < SIDE; i += 2) {
-        t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-    }
-    UNROLL
-    for (int i = 0; i < SIDE; i += 4) {
-        for (int j = 0; j < 2; j++) {
-            __m512d a = _mm512_castps_pd(t[i + j]);
-            __m512d b = _mm512_castps_pd(t[i + j + 2]);
-            x[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-            x[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    for (int q = 0; q < quarters; q++) {
+        __m512 x[4], t[4];
+        UNROLL
+        for (int r = 0; r < 4; r++) {
+            const char *at = from + r * stride + q * 16;
+            x[r] = _mm512_castps128_ps512(_mm_loadu_ps((const float *)at));
+            UNROLL
+            for (int lane = 1; lane < 4; lane++) {
+                x[r] = _mm512_mask_broadcast_f32x4(
+                    x[r], (__mmask16)(0xf << 4 * lane),
+                    _mm_loadu_ps((const float *)(at + 4 * lane * stride)));
+            }
+        }
+        UNROLL
+        for (int i = 0; i < 4; i += 2) {
+            t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+            t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        }
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 2]);
+            _mm512_storeu_pd(out + (4 * q + 2 * i) * 64,
+                             _mm512_unpacklo_pd(a, b));
+            _mm512_storeu_pd(out + (4 * q + 2 * i + 1) * 64,
+                             _mm512_unpackhi_pd(a, b));
         }
     }
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xdd);
+}
+
+/* One tile: `n` elements of `rows` rows of k, zeros around them; `turned`: as
+ * second operand. */
+INLINE void copy_tile(char *to, const uint16_t *from, int64_t k, int32_t rows,
+                      int32_t n, bool turned)
+{
+    _Alignas(64) char padded[TILE_BYTES];
+    const bool whole = rows >= SIDE && n >= DEPTH;
+    if (turned && whole) {
+        turn(to, (const char *)from, k * 2, 4);
+        return;
     }
+    vb x[SIDE];
     UNROLL
-    for (int i = 0; i < 8; i++) {
-        x[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+    for (int r = 0; r < SIDE; r++) {
+        x[r] = whole       ? vb_load(from + r * k)
+               : r >= rows ? _mm512_setzero_si512()
+                           : vb_load_n(from + r * k, n < DEPTH ? n : DEPTH);
+    }
+    char *rows_to = turned ? padded : to;
+    UNROLL
+    for (int r = 0; r < SIDE; r++) {
+        vb_store((uint16_t *)(rows_to + r * 64), x[r]);
+    }
+    if (turned) {
+        turn(to, padded, 64, 4);
     }
 }
 
@@ -95,50 +130,148 @@ static size_t packed_bytes(int32_t k)
 }
 
 /* One group of `rows` <= SIDE rows of a: (rows, k). */
-static void pack_rows(void *out, const void *a, int32_t rows, int32_t k)
+static void pack_rows(void *out, const void *a, int32_t rows, int32_t k,
+                      bool many)
 {
+    const uint16_t *from = a;
     char *to = out;
     for (int32_t at = 0; at < k; at += DEPTH, to += TILE_BYTES) {
-        const int32_t n = k - at < DEPTH ? k - at : DEPTH;
-        __m512 x[SIDE];
-        UNROLL
-        for (int i = 0; i < SIDE; i++) {
-            const uint16_t *row = (const uint16_t *)a + (int64_t)i * k + at;
-            x[i] = i >= rows    ? vf_zero()
-                   : n == DEPTH ? _mm512_castsi512_ps(vb_load(row))
-                                : _mm512_castsi512_ps(vb_load_n(row, n));
-        }
-        transpose(x);
-        UNROLL
-        for (int i = 0; i < SIDE; i++) {
-            vf_store((float *)(to + i * 64), x[i]);
-        }
+        copy_tile(to, from + at, k, rows, k - at, !many);
     }
 }
 
-/* ---- product
- * ------------------------------------------------------------------- */
-
-/* Turn a tile of sums (weights, activations) and put it where it belongs: n
- * weight rows from j, m activation rows from i. */
-static void put_tile(const cpu_product *job, const float *sums, int32_t i,
-                     int32_t j, int32_t m, int32_t n)
+/* The first `depth` elements of n_rows (<= 2 * SIDE) rows of w: (., k) as
+ * tiles, two for each step of K. */
+static void copy_weights(char *panel, const uint16_t *w, int32_t k,
+                         int32_t depth, int32_t n_rows, bool turned)
 {
-    __m512 x[SIDE];
-    UNROLL
-    for (int r = 0; r < SIDE; r++) {
-        x[r] = vf_load(sums + r * SIDE);
+    for (int32_t at = 0; at < depth; at += DEPTH, panel += 2 * TILE_BYTES) {
+        copy_tile(panel, w + at, k, n_rows, depth - at, turned);
+        copy_tile(panel + TILE_BYTES, w + at + SIDE * (int64_t)k, k,
+                  n_rows - SIDE, depth - at, turned);
     }
-    transpose(x);
-    float turned[SIDE * SIDE];
-    UNROLL
-    for (int r = 0; r < SIDE; r++) {
-        vf_store(turned + r * SIDE, x[r]);
+    BARRIER();
+}
+
+/* ---- sums
+ * ---------------------------------------------------------------------- */
+
+/* Where the tiles of one operand are read: step s of tile t at base + s *
+ * step_bytes + t * tile_bytes, rows `stride` bytes apart. */
+typedef struct tile_view {
+    const char *base;
+    size_t step_bytes, tile_bytes;
+    long stride;
+    bool ahead; /* fetch the next two tiles' rows meanwhile */
+} tile_view;
+
+/* Two tiles of rows that are worth fetching ahead: beyond this the processor's
+ * own prefetching of long rows does better. */
+#define AHEAD_BYTES 65536
+
+/* Tiles 2 t + u += sums over `steps` of K of tile t < n_a of the first operand
+ * by tile u < n_b of the second. `stream`: the first operand passes by the
+ * first cache, the second stays in it. */
+static inline __attribute__((always_inline)) void
+multiply_tiles(const tile_view *a, const tile_view *b, int32_t steps, int n_a,
+               int n_b, bool stream)
+{
+    const char *x = a->base, *y = b->base;
+    for (int32_t s = 0; s < steps; s++) {
+        if (a->ahead) {
+            const char *next = x + 2 * a->tile_bytes;
+            UNROLL
+            for (int r = 0; r < n_a * SIDE; r++) {
+                _mm_prefetch(next + r * a->stride, _MM_HINT_T1);
+            }
+        }
+        _tile_loadd(6, y, b->stride);
+        if (stream) {
+            _tile_stream_loadd(4, x, a->stride);
+        } else {
+            _tile_loadd(4, x, a->stride);
+        }
+        _tile_dpbf16ps(0, 4, 6);
+        if (n_b == 2) {
+            _tile_loadd(7, y + b->tile_bytes, b->stride);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (n_a == 2) {
+            if (stream) {
+                _tile_stream_loadd(5, x + a->tile_bytes, a->stride);
+            } else {
+                _tile_loadd(5, x + a->tile_bytes, a->stride);
+            }
+            _tile_dpbf16ps(2, 5, 6);
+            if (n_b == 2) {
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        x += a->step_bytes;
+        y += b->step_bytes;
+    }
+}
+
+static void add_tiles(const tile_view *a, const tile_view *b, int32_t steps,
+                      int n_a, int n_b, bool stream)
+{
+    if (n_a == 2 && n_b == 2 && stream) {
+        multiply_tiles(a, b, steps, 2, 2, true);
+    } else if (n_a == 2 && n_b == 2) {
+        multiply_tiles(a, b, steps, 2, 2, false);
+    } else if (n_a == 2) {
+        multiply_tiles(a, b, steps, 2, 1, false);
+    } else if (n_b == 2) {
+        multiply_tiles(a, b, steps, 1, 2, false);
+    } else {
+        multiply_tiles(a, b, steps, 1, 1, false);
+    }
+}
+
+static void zero_tiles(void)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+#define SUMS_BYTES (4 * TILE_BYTES)
+
+static void load_tiles(const char *from)
+{
+    _tile_loadd(0, from, 64);
+    _tile_loadd(1, from + TILE_BYTES, 64);
+    _tile_loadd(2, from + 2 * TILE_BYTES, 64);
+    _tile_loadd(3, from + 3 * TILE_BYTES, 64);
+}
+
+static void store_tiles(char *to)
+{
+    _tile_stored(0, to, 64);
+    _tile_stored(1, to + TILE_BYTES, 64);
+    _tile_stored(2, to + 2 * TILE_BYTES, 64);
+    _tile_stored(3, to + 3 * TILE_BYTES, 64);
+}
+
+/* A tile of sums to out rows [i, i + m), columns [j, j + n), m and n <= SIDE;
+ * `turned`: its rows are columns. */
+static void put_tile(const cpu_product *job, const char *sums, int32_t i,
+                     int32_t j, int32_t m, int32_t n, bool turned)
+{
+    _Alignas(64) char rows[TILE_BYTES];
+    float *out = job->out + i * job->out_stride + j;
+    if (turned) {
+        if (m <= SIDE / 2) {
+            turn(rows, sums, 64, 2);
+        } else {
+            turn(rows, sums, 64, 4);
+        }
+        sums = rows;
     }
     const vf bias = job->bias != NULL ? vf_load_n(job->bias + j, n) : vf_zero();
-    float *out = job->out + i * job->out_stride + j;
     for (int32_t r = 0; r < m; r++, out += job->out_stride) {
-        vf sum = vf_load(turned + r * SIDE);
+        vf sum = vf_load((const float *)(sums + r * 64));
         if (job->bias != NULL) {
             sum = vf_add(sum, bias);
         }
@@ -149,145 +282,139 @@ static void put_tile(const cpu_product *job, const float *sums, int32_t i,
     }
 }
 
-/* Where the tiles of some weight rows are read: step s of tile t at base +
- * s * step_bytes + t * tile_bytes, rows `stride` bytes apart. */
-typedef struct weight_view {
-    const char *base;
-    size_t step_bytes, tile_bytes;
-    long stride;
-    bool ahead; /* fetch the next two tiles' rows meanwhile */
-} weight_view;
-
-/* Two tiles of rows that are worth fetching ahead: beyond this the processor's
- * own prefetching of long rows does better. */
-#define AHEAD_BYTES 65536
-
-/* n_rows (<= 2 * SIDE) rows of w: (., k) as whole tiles one after the other,
- * zeros where there is no row or element. */
-static weight_view copy_weights(char *panel, const uint16_t *w, int32_t k,
-                                int32_t n_rows)
+static int32_t at_most(int32_t n, int32_t most)
 {
-    weight_view view = {panel, 2 * TILE_BYTES, TILE_BYTES, 64, false};
-    for (int32_t at = 0; at < k; at += DEPTH, panel += 2 * TILE_BYTES) {
-        const int32_t left = k - at;
-        for (int32_t r = 0; r < 2 * SIDE; r++) {
-            const uint16_t *from = w + (int64_t)r * k + at;
-            vb x = r >= n_rows     ? _mm512_setzero_si512()
-                   : left >= DEPTH ? vb_load(from)
-                                   : vb_load_n(from, left);
-            vb_store((uint16_t *)(panel + r * 64), x);
-        }
-    }
-    BARRIER();
-    return view;
+    return n < most ? n : most;
 }
 
-/* Sums of n_tiles (1, 2) weight tiles by m_tiles (1, 2) activation tiles. */
-static inline __attribute__((always_inline)) void
-multiply_tiles(float sums[4][SIDE * SIDE], const weight_view *w, const char *a,
-               size_t group_bytes, int n_tiles, int m_tiles)
+/* The four tiles to out: activation rows from i, n_w weight rows from j. */
+static void put_tiles(const cpu_product *job, int32_t i, int32_t j, int32_t n_w)
 {
-    const char *end = a + group_bytes, *from = w->base;
-    const size_t step = w->step_bytes, tile = w->tile_bytes;
-    const long stride = w->stride;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (; a < end; a += TILE_BYTES, from += step) {
-        if (w->ahead) {
-            const char *next = from + 2 * tile;
-            UNROLL
-            for (int r = 0; r < n_tiles * SIDE; r++) {
-                _mm_prefetch(next + r * stride, _MM_HINT_T1);
-            }
-        }
-        _tile_loadd(6, a, 64);
-        _tile_loadd(4, from, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        if (m_tiles == 2) {
-            _tile_loadd(7, a + group_bytes, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if (n_tiles == 2) {
-            _tile_loadd(5, from + tile, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            if (m_tiles == 2) {
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
+    const int32_t m = at_most(job->m - i, 2 * SIDE);
+    if (job->many && m == 2 * SIDE && n_w == 2 * SIDE && job->bias == NULL &&
+        !job->accumulate) {
+        const long stride = (long)(job->out_stride * 4);
+        float *out = job->out + i * job->out_stride + j;
+        _tile_stored(0, out, stride);
+        _tile_stored(1, out + SIDE, stride);
+        out += SIDE * job->out_stride;
+        _tile_stored(2, out, stride);
+        _tile_stored(3, out + SIDE, stride);
+        return;
     }
-    _tile_stored(0, sums[0], 64);
-    if (m_tiles == 2) {
-        _tile_stored(1, sums[1], 64);
-    }
-    if (n_tiles == 2) {
-        _tile_stored(2, sums[2], 64);
-        if (m_tiles == 2) {
-            _tile_stored(3, sums[3], 64);
-        }
-    }
+    _Alignas(64) char sums[SUMS_BYTES];
+    store_tiles(sums);
     BARRIER();
+    for (int32_t t = 0; t * SIDE < m; t++) {
+        for (int32_t u = 0; u * SIDE < n_w; u++) {
+            const int32_t tile = job->many ? 2 * t + u : 2 * u + t;
+            put_tile(job, sums + tile * TILE_BYTES, i + t * SIDE, j + u * SIDE,
+                     at_most(m - t * SIDE, SIDE), at_most(n_w - u * SIDE, SIDE),
+                     !job->many);
+        }
+    }
 }
 
-/* All activation rows by n_rows (<= 2 * SIDE) weight rows from j. */
-static void weight_tiles(const cpu_product *job, const weight_view *w,
-                         int32_t j, int32_t n_rows)
+/* ---- product
+ * ------------------------------------------------------------------- */
+
+static const char *activation_tiles(const cpu_product *job, int32_t i)
+{
+    return (const char *)job->a + (size_t)(i / SIDE) * packed_bytes(job->k);
+}
+
+/* Weights are read where they lie when each is used once or twice, or when
+ * their tiles' rows are cache lines; a row that crosses two costs six times as
+ * much. */
+static void few_rows(const cpu_product *job)
 {
     const size_t group_bytes = packed_bytes(job->k);
-    const int n_tiles = n_rows > SIDE ? 2 : 1;
-    _Alignas(64) float sums[4][SIDE * SIDE];
-    for (int32_t i = 0; i < job->m; i += 2 * SIDE) {
-        const char *a = (const char *)job->a + (size_t)(i / SIDE) * group_bytes;
-        const int m_tiles = job->m - i > SIDE ? 2 : 1;
-        if (n_tiles == 2 && m_tiles == 2) {
-            multiply_tiles(sums, w, a, group_bytes, 2, 2);
-        } else if (n_tiles == 2) {
-            multiply_tiles(sums, w, a, group_bytes, 2, 1);
-        } else if (m_tiles == 2) {
-            multiply_tiles(sums, w, a, group_bytes, 1, 2);
+    const int32_t steps = (job->k + DEPTH - 1) / DEPTH;
+    const bool lines = ((uintptr_t)job->w | (size_t)job->k * 2) % 64 == 0;
+    const bool in_place = job->k % DEPTH == 0 && (lines || job->m <= 2 * SIDE);
+    for (int32_t j = 0; j < job->n;) {
+        int32_t n = at_most(job->n - j, 2 * SIDE);
+        const uint16_t *rows = (const uint16_t *)job->w + (int64_t)j * job->k;
+        tile_view w = {job->scratch, 2 * TILE_BYTES, TILE_BYTES, 64, false};
+        if (in_place && n >= SIDE) {
+            n = n == 2 * SIDE ? n : SIDE;
+            w = (tile_view){(const char *)rows, DEPTH * 2,
+                            (size_t)job->k * 2 * SIDE, (long)job->k * 2,
+                            (int64_t)job->k * 4 * SIDE <= AHEAD_BYTES};
         } else {
-            multiply_tiles(sums, w, a, group_bytes, 1, 1);
+            copy_weights(job->scratch, rows, job->k, job->k, n, false);
         }
-        for (int32_t t = 0; t < n_tiles; t++) {
-            for (int32_t g = 0; g < m_tiles; g++) {
-                int32_t m = job->m - i - g * SIDE, n = n_rows - t * SIDE;
-                put_tile(job, sums[2 * t + g], i + g * SIDE, j + t * SIDE,
-                         m < SIDE ? m : SIDE, n < SIDE ? n : SIDE);
+        for (int32_t i = 0; i < job->m; i += 2 * SIDE) {
+            const tile_view a = {activation_tiles(job, i), TILE_BYTES,
+                                 group_bytes, 64, false};
+            zero_tiles();
+            add_tiles(&w, &a, steps, n > SIDE ? 2 : 1,
+                      job->m - i > SIDE ? 2 : 1, false);
+            put_tiles(job, i, j, n);
+        }
+        j += n;
+    }
+}
+
+/* Steps of K whose weight tiles stay in the first cache while activations
+ * stream past it from the second. Sums of earlier steps wait in memory. */
+#define SLAB_STEPS 18
+#define SLAB_BYTES (SLAB_STEPS * 2 * TILE_BYTES)
+
+static void many_rows(const cpu_product *job)
+{
+    const size_t group_bytes = packed_bytes(job->k);
+    char *panel = job->scratch, *sums = panel + SLAB_BYTES;
+    const tile_view w = {panel, 2 * TILE_BYTES, TILE_BYTES, 64, false};
+    for (int32_t j = 0; j < job->n; j += 2 * SIDE) {
+        const int32_t n = at_most(job->n - j, 2 * SIDE);
+        const uint16_t *rows = (const uint16_t *)job->w + (int64_t)j * job->k;
+        for (int32_t k = 0; k < job->k; k += SLAB_STEPS * DEPTH) {
+            const int32_t depth = at_most(job->k - k, SLAB_STEPS * DEPTH);
+            const int32_t steps = (depth + DEPTH - 1) / DEPTH;
+            copy_weights(panel, rows + k, job->k, depth, n, true);
+            for (int32_t i = 0; i < job->m; i += 2 * SIDE) {
+                char *waiting = sums + (int64_t)(i / (2 * SIDE)) * SUMS_BYTES;
+                const tile_view a = {activation_tiles(job, i) +
+                                         (int64_t)(k / DEPTH) * TILE_BYTES,
+                                     TILE_BYTES, group_bytes, 64, false};
+                if (k == 0) {
+                    zero_tiles();
+                } else {
+                    load_tiles(waiting);
+                }
+                add_tiles(&a, &w, steps, job->m - i > SIDE ? 2 : 1,
+                          n > SIDE ? 2 : 1, true);
+                if (k + depth < job->k) {
+                    store_tiles(waiting);
+                    BARRIER();
+                } else {
+                    put_tiles(job, i, j, n);
+                }
             }
         }
     }
 }
 
-/* With few activation rows weights are read where they lie: each is used once
- * or twice. With many, two tiles of rows are first copied into aligned tiles:
- * loading one whose rows cross cache lines takes six times as long. */
 static void product_bf16(const cpu_product *job)
 {
-    const uint16_t *w = job->w;
-    const bool whole = job->k % DEPTH == 0;
     configure();
-    for (int32_t j = 0; j < job->n;) {
-        int32_t n = job->n - j < 2 * SIDE ? job->n - j : 2 * SIDE;
-        const uint16_t *rows = w + (int64_t)j * job->k;
-        weight_view view = {(const char *)rows, DEPTH * 2,
-                            (size_t)job->k * 2 * SIDE, (long)job->k * 2,
-                            (int64_t)job->k * 4 * SIDE <= AHEAD_BYTES};
-        if (whole && job->m <= 2 * SIDE && n >= SIDE) {
-            n = n == 2 * SIDE ? n : SIDE;
-        } else {
-            view = copy_weights(job->scratch, rows, job->k, n);
-        }
-        weight_tiles(job, &view, j, n);
-        j += n;
+    if (job->many) {
+        many_rows(job);
+    } else {
+        few_rows(job);
     }
     _tile_release();
 }
 
-/* Two weight tiles wide. */
+/* Two weight tiles wide: whole rows for few activations; a slab and the sums
+ * that wait for the next one for many. */
 static size_t product_scratch_bytes(int32_t k)
 {
-    return 2 * packed_bytes(k);
+    const size_t few = 2 * packed_bytes(k);
+    const size_t many =
+        SLAB_BYTES + (size_t)(CPU_PANEL_ROWS / (2 * SIDE)) * SUMS_BYTES;
+    return few > many ? few : many;
 }
 
 #include "amx_attention.h"

@@ -17,7 +17,8 @@
 #include "quant.h"
 
 #define STEP 64
-#define PANEL 512     /* rows of a unit where weights are copied first */
+/* Activations of a unit that stay in the second cache. */
+#define PANEL_ELEMENTS (1 << 19)
 #define AT_ONCE 32    /* weight rows of a block type that are unpacked */
 #define SLICES 3      /* units of a thread, when rows are few */
 #define SLICE_MAX 512 /* weight rows of such a unit */
@@ -32,14 +33,16 @@ bool rk_cpu_takes(rk_type type)
     return rk_type_get(type)->block_elements > 1;
 }
 
-/* Rows of a unit: as many as still leave some units for each thread. n: rows of
- * w that meet them. */
+/* Rows of a unit: where weights are copied first, as many as stay in the cache
+ * and still leave some units for each thread. n: rows of w that meet them. */
 static int32_t rows_of_unit(const cpu_device *dev, int32_t m, int32_t n,
                             const rk_matrix *w)
 {
-    int32_t step = dev->panels != NULL || rk_cpu_takes(w->type) ? PANEL : STEP;
-    while (step > STEP &&
-           cpu_ceil_div(m, step) * cpu_ceil_div(n, STEP) < 4 * dev->n_threads) {
+    const bool copied = dev->panels != NULL || rk_cpu_takes(w->type);
+    int32_t step = copied ? CPU_PANEL_ROWS : STEP;
+    while (step > STEP && ((int64_t)step * w->cols > PANEL_ELEMENTS ||
+                           cpu_ceil_div(m, step) * cpu_ceil_div(n, STEP) <
+                               4 * dev->n_threads)) {
         step /= 2;
     }
     return step;
@@ -91,7 +94,7 @@ static void pack_unit(void *argument, int32_t unit, int32_t thread)
     dev->kernels->pack(
         dev->packed + (size_t)unit * dev->kernels->packed_bytes(job->k),
         (const char *)job->a + (int64_t)row * job->k * (int64_t)dev->act_bytes,
-        cpu_min(CPU_PACK_ROWS, job->n - row), job->k);
+        cpu_min(CPU_PACK_ROWS, job->n - row), job->k, job->n > CPU_FEW_ROWS);
 }
 
 /* a: act (n, k) in the form that products want it. Valid until the next one.
@@ -145,10 +148,10 @@ static void unpack_rows(const cpu_device *dev, char *rows, const rk_matrix *w,
 }
 
 /* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
- * `prepare`d, r->m_begin a multiple of CPU_PACK_ROWS. */
+ * `prepare`d, of n_rows rows in all, r->m_begin a multiple of CPU_PACK_ROWS. */
 static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
-                     const void *a, const rk_matrix *w, const range *r,
-                     bool accumulate, int32_t thread)
+                     const void *a, int32_t n_rows, const rk_matrix *w,
+                     const range *r, bool accumulate, int32_t thread)
 {
     const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
     const int64_t a_bytes =
@@ -164,6 +167,7 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
         .m = r->m,
         .k = w->cols,
         .accumulate = accumulate,
+        .many = n_rows > CPU_FEW_ROWS,
         .scratch = dev->panels != NULL
                        ? dev->panels + (size_t)thread * dev->panel_bytes
                        : NULL,
@@ -199,7 +203,7 @@ static void linear_unit(void *argument, int32_t unit, int32_t thread)
     const linear_job *job = argument;
     range r = unit_range(&job->c, job->n, job->w->rows, unit);
     multiply(job->dev, job->out + (int64_t)r.m_begin * job->w->rows + r.n_begin,
-             job->w->rows, job->a, job->w, &r, job->accumulate, thread);
+             job->w->rows, job->a, job->n, job->w, &r, job->accumulate, thread);
 }
 
 void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
@@ -230,8 +234,8 @@ static void swiglu_unit(void *argument, int32_t unit, int32_t thread)
     const int64_t ffn = job->gate->rows;
     range r = unit_range(&job->c, job->n, job->gate->rows, unit);
     float *gate = cpu_scratch(dev, thread), *up = gate + (int64_t)r.m * r.n;
-    multiply(dev, gate, r.n, job->a, job->gate, &r, false, thread);
-    multiply(dev, up, r.n, job->a, job->up, &r, false, thread);
+    multiply(dev, gate, r.n, job->a, job->n, job->gate, &r, false, thread);
+    multiply(dev, up, r.n, job->a, job->n, job->up, &r, false, thread);
     for (int32_t i = 0; i < r.m; i++) {
         int64_t at = (r.m_begin + i) * ffn + r.n_begin;
         dev->kernels->swiglu[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
@@ -330,7 +334,8 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
     r.m = cpu_min(job->m_step, dev->batch.n_rows - r.m_begin);
     float *rows = cpu_scratch(dev, thread);
     void *act = rows + (int64_t)r.m * head_dim;
-    multiply(dev, rows, head_dim, job->a, w, &r, false, thread);
+    multiply(dev, rows, head_dim, job->a, dev->batch.n_rows, w, &r, false,
+             thread);
     for (int32_t i = 0; !value && i < r.m; i++) {
         int64_t angle = (int64_t)(r.m_begin + i) * half;
         dev->kernels->rope(rows + i * head_dim, dev->cosine + angle,
@@ -365,7 +370,8 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
 
 size_t cpu_product_scratch(const cpu_device *dev)
 {
-    size_t tiles = 2 * STEP * SLICE_MAX * sizeof(float); /* >= PANEL's */
-    size_t head = (PANEL + 1) * (size_t)dev->config.head_dim * sizeof(float);
+    size_t tiles = 2 * STEP * SLICE_MAX * sizeof(float); /* >= a panel's */
+    size_t head =
+        (CPU_PANEL_ROWS + 1) * (size_t)dev->config.head_dim * sizeof(float);
     return tiles > head ? tiles : head;
 }

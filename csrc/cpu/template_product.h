@@ -96,9 +96,11 @@ static size_t split_bytes(int32_t k)
 
 /* bf16 rows to float32, each step of 2 * LANES as its even elements, then its
  * odd ones, zeros behind the end. */
-static void split_rows(void *out, const void *a, int32_t rows, int32_t k)
+static void split_rows(void *out, const void *a, int32_t rows, int32_t k,
+                       bool many)
 {
     float *to = out;
+    (void)many;
     for (int32_t i = 0; i < rows; i++) {
         const uint16_t *from = (const uint16_t *)a + (int64_t)i * k;
         for (int32_t at = 0; at < k; at += 2 * LANES, to += 2 * LANES) {
