@@ -67,8 +67,8 @@ def summary(data: Mapping[str, Any]) -> dict[str, Any]:
     ratios = []
     for own in ours:
         for name in names:
-            if families[name] == "rksc":
-                continue
+            if families[name] == "rksc" or (families[name] == "No-KV" and own != ours[0]):
+                continue  # No-KV runs with the first instruction set alone
             must, aim = goals.get(families[name], (None, None))
             each = [total(r["runs"][own]) / total(r["runs"][name]) for r in rounds]
             value = rows[own]["total"]["median"] / rows[name]["total"]["median"]

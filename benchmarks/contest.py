@@ -68,8 +68,10 @@ def run(
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Versions by contestant, and `repeat` rounds numbered from `first`:
     {"rates": machine.Rates, "runs": {contestant: what peers/protocol.py says, and "peak_bytes",
-    "others_cpu" (seconds of CPU that the sleeping ones took per second)}}."""
+    "others_cpu" (seconds of CPU that the sleeping ones took per second)}}. Ctrl-C and SIGTERM
+    keep the whole rounds so far."""
     started: list[_Process] = []
+    rounds: list[dict[str, Any]] = []
     try:
         for contestant in contestants:
             say(f"starting {contestant.name}")
@@ -78,25 +80,30 @@ def run(
             process.wait_ready()
             small = Shape(min(256, shape.prefix), shape.branches, shape.suffix, 2, shape.verify)
             process.run(work(small, -1, vocab_size))  # what an engine does once
-        rounds = []
         for number in range(first, first + repeat):
-            rates = machine.measure(n_threads)
-            given = work(shape, number, vocab_size)
-            runs = {}
-            for process in started:
-                others = [p for p in started if p is not process]
-                before, since = sum(p.cpu_seconds() for p in others), time.perf_counter()
-                runs[process.name] = process.run(given)
-                slept = time.perf_counter() - since
-                taken = sum(p.cpu_seconds() for p in others) - before
-                runs[process.name]["others_cpu"] = taken / slept
-                seconds = sum(runs[process.name]["seconds"].values())
-                say(f"round {number + 1}: {process.name} {seconds:.3f} s")
-            rounds.append({"rates": asdict(rates), "runs": runs})
-        return {process.name: process.version for process in started}, rounds
+            rounds.append(_round(started, work(shape, number, vocab_size), n_threads))
+            for name, done in rounds[-1]["runs"].items():
+                say(f"round {number + 1}: {name} {sum(done['seconds'].values()):.3f} s")
+    except (KeyboardInterrupt, SystemExit):
+        if not rounds:
+            raise
+        say(f"interrupted after {len(rounds)} rounds")
     finally:
         for process in started:
             process.close()
+    return {process.name: process.version for process in started}, rounds
+
+
+def _round(started: Sequence[_Process], given: dict[str, Any], n_threads: int) -> dict[str, Any]:
+    rates, runs = machine.measure(n_threads), {}
+    for process in started:
+        others = [p for p in started if p is not process]
+        before, since = sum(p.cpu_seconds() for p in others), time.perf_counter()
+        runs[process.name] = process.run(given)
+        slept = time.perf_counter() - since
+        taken = sum(p.cpu_seconds() for p in others) - before
+        runs[process.name]["others_cpu"] = taken / slept
+    return {"rates": asdict(rates), "runs": runs}
 
 
 class _Process:
@@ -133,10 +140,11 @@ class _Process:
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            how = line.strip() or f"ended with status {self._process.returncode}"
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
-            raise RuntimeError(
-                f"{self.name} failed {line}; the end of {self._log}:\n{tail}"
-            ) from None
+            raise RuntimeError(f"{self.name}: {how}; the end of {self._log}:\n{tail}") from None
         return answer
 
     def wait_ready(self) -> None:

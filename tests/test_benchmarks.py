@@ -203,7 +203,7 @@ def test_side_by_side_with_a_tiny_model(model: Path, tmp_path: Path) -> None:
 def test_a_contestant_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     script = "import sys; sys.exit('no such engine')"
     broken = Contestant("broken", "peer", [sys.executable, "-c", script])
-    with pytest.raises(RuntimeError, match=r"broken failed[\s\S]*no such engine"):
+    with pytest.raises(RuntimeError, match=r"broken: .*status 1[\s\S]*no such engine"):
         contest.run([broken], SHAPE, 1, 97, 1, tmp_path)
 
 
