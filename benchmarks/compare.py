@@ -29,6 +29,7 @@ GOALS: dict[tuple[str, str], dict[str, tuple[float, float | None]]] = {
 }
 # Fractions of the machine's limits: at least.
 LIMITS = {"prefill": (0.70, 0.85), "decode step": (0.55, 0.75)}
+_RATES = tuple(Rates.__dataclass_fields__)
 _SMALLER_THAN = ("vLLM", "llama.cpp")  # in peak memory
 
 
@@ -85,7 +86,7 @@ def summary(data: Mapping[str, Any]) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "memory": memory,
-        "rates": {k: spread([r["rates"][k] for r in rounds]) for k in rounds[0]["rates"]},
+        "rates": {k: spread([r["rates"][k] for r in rounds]) for k in _RATES},
         "rows": rows,
         "ratios": ratios,
         "limits": {own: _limits(data, own) for own in ours} if data.get("decode_ops") else {},
@@ -108,14 +109,13 @@ def _row(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _limits(data: Mapping[str, Any], own: str) -> dict[str, Any]:
-    """Of each round with that round's own rates; then the median."""
-    ops = bounds.from_rows(data["decode_ops"])
-    prefill, decode = [], []
-    for r in data["rounds"]:
-        rates, seconds = Rates(**r["rates"]), r["runs"][own]["seconds"]
-        products = rates.products(data["isas"][own], data["dtype"])
-        prefill.append(data["prefill_flop"] / seconds["prefill"] / products)
-        decode.append(bounds.seconds(ops, rates.read, products) / seconds["decode"])
+    """Fractions of the best rates that any round measured."""
+    rates = Rates(**{k: max(r["rates"][k] for r in data["rounds"]) for k in _RATES})
+    products = rates.products(data["isas"][own], data["dtype"])
+    least = bounds.seconds(bounds.from_rows(data["decode_ops"]), rates.read, products)
+    seconds = [r["runs"][own]["seconds"] for r in data["rounds"]]
+    prefill = [data["prefill_flop"] / s["prefill"] / products for s in seconds]
+    decode = [least / s["decode"] for s in seconds]
     return {"prefill": spread(prefill), "decode step": spread(decode)}
 
 
@@ -149,9 +149,9 @@ def table(data: Mapping[str, Any]) -> str:
         f"{data['model']}, {data['numbers']}, {data['threads']} threads; {data['workload']}: "
         f"prefix {shape['prefix']}, {shape['branches']} branches, suffix {shape['suffix']}, "
         f"{shape['new']} new tokens, verification of {shape['verify']}",
-        f"{data['machine']}; reads {rates['read']['median'] / 1e9:.1f} GB/s; products "
+        f"{data['machine']}; reads {rates['read']['high'] / 1e9:.1f} GB/s; products "
         + ", ".join(
-            f"{name} {rates[key]['median'] / 1e9:.0f}"
+            f"{name} {rates[key]['high'] / 1e9:.0f}"
             for key, name in (("fma", "float32"), ("bf16", "VDPBF16PS"), ("amx", "AMX"))
         )
         + " GFLOP/s",

@@ -98,12 +98,23 @@ def _round(started: Sequence[_Process], given: dict[str, Any], n_threads: int) -
     rates, runs = machine.measure(n_threads), {}
     for process in started:
         others = [p for p in started if p is not process]
+        _settle(others)
         before, since = sum(p.cpu_seconds() for p in others), time.perf_counter()
         runs[process.name] = process.run(given)
         slept = time.perf_counter() - since
         taken = sum(p.cpu_seconds() for p in others) - before
         runs[process.name]["others_cpu"] = taken / slept
     return {"rates": asdict(rates), "runs": runs}
+
+
+def _settle(processes: Sequence[_Process]) -> None:
+    """Wait, ten seconds at most, until they sleep: some spin for a while after their work."""
+    deadline = time.monotonic() + 10
+    busy = True
+    while busy and time.monotonic() < deadline:
+        before = sum(p.cpu_seconds() for p in processes)
+        time.sleep(0.2)
+        busy = sum(p.cpu_seconds() for p in processes) - before > 1 / _TICKS
 
 
 class _Process:

@@ -102,7 +102,7 @@ def test_summary_takes_medians_ratios_and_fractions() -> None:
     assert (ratio["must"], ratio["aim"]) == (0.70, 0.55)
     assert made["memory"][0]["value"] == 0.5
     assert made["rows"]["vLLM"]["agreement"] == 0.5
-    # 4e9 operations in 1 s at 8e9; two ops of max(0.5 s, 1 s) in 1 s.
+    # in the median run: 4e9 operations in 1 s at 8e9; two ops of max(0.5 s, 1 s) in 1 s.
     assert made["limits"]["rksc"]["prefill"]["median"] == 0.5
     assert made["limits"]["rksc"]["decode step"]["median"] == 2.0
     text = compare.table(_data(rounds))
