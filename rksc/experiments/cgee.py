@@ -68,7 +68,7 @@ def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
 
 def answered(lab: Lab) -> tuple[list[tuple[str, Problem]], list[Result]]:
     """Problems of every set, each answered and verified (shared with `accuracy`)."""
-    n = lab.size(20, None)
+    n = lab.size(12, None)
     sets = [
         (name, problem)
         for name, problems in problem_sets(lab.folder, n, lab.seed).items()
