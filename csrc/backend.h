@@ -116,6 +116,10 @@ typedef struct rk_extent {
     int64_t n_blocks;     /* of the KV pool; committed as they are used */
     int32_t max_rows;     /* rows of a step */
     int32_t max_outputs;  /* rows of one `pick` */
+    bool int8; /* activations="int8": those that meet a matrix of a block type
+                * in qkv, linear and swiglu are rounded to 8-bit integers, for
+                * each 32 of a row by max / 127, and sums of products of
+                * integers are exact. The CPU's alone. */
 } rk_extent;
 
 typedef struct rk_ops {

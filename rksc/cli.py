@@ -27,7 +27,6 @@ _OPTIONAL = {
     "jinja2": "chat templates",
     "tqdm": "a richer progress bar",
     "gguf": "rare quantisations",
-    "matplotlib": "plots of experiments",
 }
 _CGEE = {"safe": CGEE(), "fast": CGEE.fast(), "paper": CGEE.paper(), "off": None}
 

@@ -78,8 +78,10 @@ class BranchSession(_core.Session):
     kv_bytes: the budget of all KV. tokenizer: allows text wherever the session takes tokens;
     `Branch.fork` and `Branch.extend` take ids (`encode` makes them). asks: sharing between
     wordings (None: exact tokens only); can be set later, because its centre comes from
-    `layer_means`. cgee: how much to verify (None: all, in full). step_tokens: tokens that go
-    through the model at once at most. share=False turns the prefix index off, to measure what
+    `layer_means`. cgee: how much to verify (None: all, in full). activations="int8": rounded
+    to 8-bit integers where they meet weights of GGUF block types, faster and less exact
+    (docs/method.md); ValueError where no matrix is of one. step_tokens: tokens that go through
+    the model at once at most. share=False turns the prefix index off, to measure what
     it brings; isa, hash_bits and poison are for tests.
     """
 
@@ -105,6 +107,7 @@ class BranchSession(_core.Session):
         cgee: CGEE | None = CGEE(),  # noqa: B008 (frozen)
         rsbcm: RSBCM = RSBCM(),  # noqa: B008 (frozen)
         *,
+        activations: Literal["int8"] | None = None,
         step_tokens: int = 512,
         isa: str | None = None,
         share: bool = True,
@@ -128,6 +131,7 @@ class BranchSession(_core.Session):
             block_tokens=block_tokens,
             n_threads=n_threads,
             isa=isa,
+            activations=activations,
             step_tokens=step_tokens,
             token_bytes=token_bytes,
             share=share,

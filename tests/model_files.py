@@ -433,7 +433,7 @@ def _rope_factors(config: Mapping[str, Any], head_dim: int) -> Array | None:
     return np.array(factors, np.float32)
 
 
-def _fitting(type: str, values: Array) -> str:
+def fitting(type: str, values: Array) -> str:
     """F32 for vectors; Q8_0, then F16, where a row is no multiple of the type's block."""
     if values.ndim < 2:
         return "F32"
@@ -464,7 +464,7 @@ def write_gguf(
     seen, tensors = {}, {}
     for name, values in weights.items():
         permuted = paired and (".q_proj." in name or ".k_proj." in name)
-        kind = _fitting(type, values)
+        kind = fitting(type, values)
         data, back = encode(_pairs(values, head_dim) if permuted else values, kind)
         seen[name] = _halves(back, head_dim) if permuted else back
         tensors[gguf_name(name)] = (GGUF_IDS[kind], values.shape, data)

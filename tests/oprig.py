@@ -108,6 +108,7 @@ class Shape:
     n_blocks: int = 64
     max_rows: int = 256
     max_outputs: int = 16
+    int8: bool = False
     rope_interleaved: bool = False
     window: int = 0
     window_from: int = 0
@@ -125,7 +126,7 @@ class Rig(native.Device):
         config = native.Config(**{name: getattr(shape, name) for name in names})
         config.norm_eps, config.max_positions = 1e-5, 1 << 20
         config.inv_freq = freq.ctypes.data
-        names = ["block_tokens", "n_blocks", "max_rows", "max_outputs"]
+        names = ["block_tokens", "n_blocks", "max_rows", "max_outputs", "int8"]
         extent = native.Extent(compute=compute, **{n: getattr(shape, n) for n in names})
         super().__init__(library(), config, extent, isa, n_threads)
         self.shape, self.compute, self.freq = shape, compute, freq

@@ -29,6 +29,7 @@ from oprig import (
     guarded,
     library,
     matrix,
+    value,
 )
 
 import rksc
@@ -222,3 +223,101 @@ def test_nothing_is_copied(tmp_path: Path) -> None:
         before = session.prefill(TOKENS).logits
         session.invalidate()
         assert np.array_equal(session.prefill(TOKENS).logits, before)
+
+
+# ---- activations="int8" ------------------------------------------------------------------------
+
+
+def rounded(a: Array) -> tuple[Array, Array]:
+    """Scales (m, blocks) and integers (m, blocks, 32) of activations, in float32 arithmetic."""
+    x = a.reshape(len(a), -1, 32)
+    top = np.abs(x).max(2)
+    scale = (top / np.float32(127)).astype(np.float32)
+    inverse = np.where(top > 0, np.float32(127) / np.where(top > 0, top, 1), 0)
+    return scale, np.rint(x * inverse[:, :, None].astype(np.float32)).astype(np.int32)
+
+
+def int8_rig(isa: int, compute: int, k: int, n_threads: int = 1) -> Rig:
+    return Rig(Shape(width=k, max_rows=300, int8=True), compute, isa, n_threads)
+
+
+def run_linear(rig: Rig, a: Array, w: native.Matrix) -> Array:
+    out = Output((len(a), w.rows), np.float32)
+    rig.linear(out.address, a.ctypes.data, c.byref(w), len(a), False)
+    return out.get()
+
+
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+@pytest.mark.parametrize("compute", TYPES, ids=["f32", "bf16"])
+def test_int8_linear(compute: int, type: str) -> None:
+    """Against float64 over the rounded activations; a row alone, in a batch, on any number of
+    threads and on every instruction set with fused multiply-adds has the same bits."""
+    rng = np.random.default_rng(seed := IDS[type])
+    n, k = 71, 768
+    raw = random_blocks(rng, type, n, k)
+    a = act(rng.standard_normal((300, k)) * np.exp(rng.standard_normal((300, 1))), compute)
+    a[5] = 0
+    w = in_place(raw, type, n, k)
+    scale, q = rounded(value(a).astype(np.float32))
+    exact = (q * scale.astype(np.float64)[:, :, None]).reshape(300, k)
+    weights = Tensor(raw.tobytes(), type, (n, k)).numpy().astype(np.float64)
+    # Codes and offsets are multiplied apart, so they may cancel.
+    bound = 2.0**-18 * (np.abs(exact).sum(1)[:, None] * np.abs(weights).max())
+    fused = []
+    for isa in ISAS:
+        with int8_rig(isa, compute, k) as one, int8_rig(isa, compute, k, 3) as three:
+            whole = run_linear(one, a, w)
+            assert (np.abs(whole - exact @ weights.T) <= bound).all(), f"seed {seed}"
+            for rig, m in [(one, m) for m in (1, 3, 8, 70)] + [(three, m) for m in (1, 13, 300)]:
+                assert np.array_equal(run_linear(rig, a[-m:].copy(), w), whole[-m:]), m
+        fused += [whole] if native.ISAS[isa] != "portable" else []
+    assert all(np.array_equal(fused[0], other) for other in fused[1:])
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda i: native.ISAS[i])
+def test_int8_extremes(isa: int) -> None:
+    """The largest integers of both sides; tiny, huge and missing activations; NaN is not lost."""
+    k = 64
+    raw = np.zeros((1, 68), np.uint8)
+    for at in (0, 34):
+        raw[0, at : at + 2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+        raw[0, at + 2 : at + 34] = 0x80  # -128
+    w = in_place(raw, "Q8_0", 1, k)
+    rows = np.zeros((7, k), np.float32)
+    rows[0], rows[1], rows[2] = 1, -1, 3e38
+    rows[3, :32], rows[4, 40], rows[5, 0] = 1e-38, 1e-30, np.nan
+    rows[6, 63] = np.inf
+    with int8_rig(isa, RK_F32, k) as rig:
+        got = run_linear(rig, rows, w)[:, 0]
+    assert np.allclose(got[:2], [-64 * 128, 64 * 128], rtol=1e-6)
+    assert got[2] == -np.inf and got[3] == 0 and np.isclose(got[4], -128e-30)
+    assert np.isnan(got[5:]).all()
+
+
+def test_int8_sessions_are_reproducible(tmp_path: Path) -> None:
+    """Alone or beside others, whole or in chunks, any threads: equal; another mode: close."""
+    config, weights, _ = weights_of(tmp_path / "x.gguf", "Q4_K", "float32")
+    options = {"dtype": "float32", "kv_bytes": "4MiB", "activations": "int8"}
+    whole = rksc.BranchSession(weights, config, n_threads=2, **options)
+    assert whole.activations == "int8"
+    kids = whole.prefill(TOKENS).fork([[7], [8, 9], [7, 1]])
+    made = whole.generate(kids, 8)
+    exact = rksc.BranchSession(weights, config, dtype="float32", kv_bytes="4MiB")
+    assert exact.activations is None
+    for kid, generation in zip(kids, made, strict=True):
+        alone = rksc.BranchSession(weights, config, n_threads=1, step_tokens=3, **options)
+        branch = alone.prefill(kid.tokens)
+        assert np.array_equal(branch.logits, kid.logits)
+        near, far = branch.logits, exact.prefill(kid.tokens).logits
+        assert 0 < np.abs(near - far).max() < 0.1 * np.abs(far).max()
+        n = len(generation.tokens)
+        start = alone.prefill(kid.tokens[:-n])
+        assert alone.generate([start], 8)[0].tokens.tolist() == generation.tokens.tolist()
+
+
+def test_int8_needs_blocks() -> None:
+    weights = model_files.random_weights(TINY)
+    with pytest.raises(ValueError, match=r"activations.*block types"):
+        rksc.BranchSession(weights, TINY, activations="int8")
+    with pytest.raises(ValueError, match="activations must be"):
+        rksc.BranchSession(weights, TINY, activations="int4")  # type: ignore[arg-type]

@@ -186,6 +186,10 @@ typedef struct cpu_device {
     char *rows; /* n_threads * rows_bytes: rows of block types as act */
     size_t rows_bytes;
 
+    /* NULL, or activations="int8": kernels, (rows, k / 32) of one product */
+    const struct cpu_int8_kernels *int8;
+    struct cpu_integers *integers;
+
     char *scratch; /* n_threads * scratch_bytes */
     size_t scratch_bytes;
 

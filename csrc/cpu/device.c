@@ -11,7 +11,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "cpu.h"
+#include "int8.h"
 
 #if !defined(MAP_NORESERVE)
 #define MAP_NORESERVE 0
@@ -120,6 +120,7 @@ static void device_destroy(rk_device *base)
     free(dev->packed);
     free(dev->panels);
     free(dev->rows);
+    free(dev->integers);
     free(dev->scratch);
     free(dev->cosine);
     free(dev->sine);
@@ -244,6 +245,7 @@ rk_status rk_cpu_create(rk_device **out, const rk_config *config,
     dev->config = *config;
     dev->extent = *extent;
     dev->kernels = cpu_kernels_of(isa);
+    dev->int8 = extent->int8 ? cpu_int8_of(isa) : NULL;
     dev->n_threads = n_threads;
     dev->bf16 = extent->compute == RK_BF16;
     dev->act_bytes = dev->bf16 ? 2 : 4;

@@ -14,7 +14,7 @@
 #include <cpuid.h>
 #endif
 
-#include "cpu.h"
+#include "int8.h"
 
 const char *rk_isa_name(rk_isa isa)
 {
@@ -94,6 +94,30 @@ const cpu_kernels *cpu_kernels_of(rk_isa isa)
     default:
         return &cpu_kernels_portable;
     }
+}
+
+/* ---- products in integers ------------------------------------------------ */
+
+#if defined(__x86_64__)
+static bool has_avxvnni(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+#endif
+
+const cpu_int8_kernels *cpu_int8_of(rk_isa isa)
+{
+#if defined(__x86_64__)
+    if (isa >= RK_ISA_AVX512 && __builtin_cpu_supports("avx512vnni")) {
+        return &cpu_int8_avx512vnni;
+    }
+    if (isa >= RK_ISA_AVX2) {
+        return has_avxvnni() ? &cpu_int8_avxvnni : &cpu_int8_avx2;
+    }
+#endif
+    (void)isa;
+    return &cpu_int8_portable;
 }
 
 /* ---- threads ------------------------------------------------------------- */

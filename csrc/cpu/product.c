@@ -9,11 +9,12 @@
  * Weights of a block type go through the same kernels: a few of their rows at a
  * time become rows of the activations' type in the thread's own memory. The
  * result is that of a session whose weights were converted beforehand, to the
- * bit.
+ * bit. Where activations="int8" was asked for, such weights meet activations
+ * that were rounded to integers, in kernels of their own (int8.h).
  */
 #include <string.h>
 
-#include "cpu.h"
+#include "int8.h"
 #include "quant.h"
 
 #define STEP 64
@@ -97,17 +98,56 @@ static void pack_unit(void *argument, int32_t unit, int32_t thread)
         cpu_min(CPU_PACK_ROWS, job->n - row), job->k, job->n > CPU_FEW_ROWS);
 }
 
-/* a: act (n, k) in the form that products want it. Valid until the next one.
- */
-static const void *prepare(const cpu_device *dev, const void *a, int32_t n,
-                           int32_t k)
+static void quantize_unit(void *argument, int32_t unit, int32_t thread)
 {
-    if (dev->packed == NULL) {
-        return a;
+    const pack_job *job = argument;
+    const cpu_device *dev = job->dev;
+    const int32_t begin = unit * CPU_PACK_ROWS;
+    const int32_t end = cpu_min(begin + CPU_PACK_ROWS, job->n);
+    (void)thread;
+    for (int32_t i = begin; i < end; i++) {
+        dev->int8->quantize[dev->bf16](
+            dev->integers + (int64_t)i * (job->k / CPU_INT8_BLOCK),
+            (const char *)job->a +
+                (int64_t)i * job->k * (int64_t)dev->act_bytes,
+            job->k);
     }
-    pack_job job = {dev, a, n, k};
-    cpu_pool_run(dev->pool, pack_unit, &job, cpu_ceil_div(n, CPU_PACK_ROWS));
-    return dev->packed;
+}
+
+/* Do activations meet this matrix as integers? */
+static bool in_integers(const cpu_device *dev, const rk_matrix *w)
+{
+    return dev->int8 != NULL && rk_cpu_takes(w->type);
+}
+
+/* Activations in the forms that products want them. */
+typedef struct input {
+    const void *act;
+    const cpu_integers *integers;
+    int32_t n; /* rows in all */
+} input;
+
+/* a: act (n, k) as these matrices want it. Valid until the next one. */
+static input prepare(const cpu_device *dev, const void *a, int32_t n,
+                     const rk_matrix *const *matrices, int n_matrices)
+{
+    const int32_t n_units = cpu_ceil_div(n, CPU_PACK_ROWS);
+    pack_job job = {dev, a, n, matrices[0]->cols};
+    input in = {NULL, NULL, n};
+    for (int i = 0; i < n_matrices; i++) {
+        if (in_integers(dev, matrices[i])) {
+            in.integers = dev->integers;
+        } else {
+            in.act = dev->packed != NULL ? dev->packed : a;
+        }
+    }
+    if (in.integers != NULL) {
+        cpu_pool_run(dev->pool, quantize_unit, &job, n_units);
+    }
+    if (in.act != NULL && dev->packed != NULL) {
+        cpu_pool_run(dev->pool, pack_unit, &job, n_units);
+    }
+    return in;
 }
 
 bool cpu_product_allocate(cpu_device *dev)
@@ -115,13 +155,22 @@ bool cpu_product_allocate(cpu_device *dev)
     const rk_config *c = &dev->config;
     const int32_t k =
         cpu_max(cpu_max(c->width, c->ffn_width), c->n_heads * c->head_dim);
+    const int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
     dev->rows_bytes = cpu_align(AT_ONCE * (size_t)k * dev->act_bytes);
+    if (dev->int8 != NULL) {
+        size_t row = (size_t)(k / CPU_INT8_BLOCK) * sizeof *dev->integers;
+        size_t panel = cpu_align(dev->int8->scratch_bytes(k));
+        dev->rows_bytes = panel > dev->rows_bytes ? panel : dev->rows_bytes;
+        dev->integers = dev->base.ops->alloc(&dev->base, (size_t)rows * row);
+        if (dev->integers == NULL) {
+            return false;
+        }
+    }
     dev->rows = dev->base.ops->alloc(&dev->base,
                                      dev->rows_bytes * (size_t)dev->n_threads);
     if (dev->rows == NULL || !dev->bf16 || dev->kernels->pack == NULL) {
         return dev->rows != NULL;
     }
-    int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
     size_t bytes = (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
                    dev->kernels->packed_bytes(k);
     dev->packed = dev->base.ops->alloc(&dev->base, bytes);
@@ -147,12 +196,41 @@ static void unpack_rows(const cpu_device *dev, char *rows, const rk_matrix *w,
     }
 }
 
-/* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
- * `prepare`d, of n_rows rows in all, r->m_begin a multiple of CPU_PACK_ROWS. */
-static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
-                     const void *a, int32_t n_rows, const rk_matrix *w,
-                     const range *r, bool accumulate, int32_t thread)
+/* `multiply` for weights that `in_integers`. */
+static void multiply_integers(const cpu_device *dev, float *out,
+                              int64_t out_stride, const cpu_integers *a,
+                              const rk_matrix *w, const range *r,
+                              bool accumulate, int32_t thread)
 {
+    const int64_t row_bytes = rk_type_bytes(w->type, w->cols);
+    const cpu_int8_product job = {
+        .out = out,
+        .out_stride = out_stride,
+        .a = a + (int64_t)r->m_begin * (w->cols / CPU_INT8_BLOCK),
+        .w = (const char *)w->data + r->n_begin * row_bytes,
+        .row_bytes = row_bytes,
+        .type = w->type,
+        .bias = w->bias != NULL ? w->bias + r->n_begin : NULL,
+        .m = r->m,
+        .n = r->n,
+        .k = w->cols,
+        .accumulate = accumulate,
+        .scratch = dev->rows + (size_t)thread * dev->rows_bytes,
+    };
+    dev->int8->product(&job);
+}
+
+/* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
+ * `prepare`d, r->m_begin a multiple of CPU_PACK_ROWS. */
+static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
+                     const input *a, const rk_matrix *w, const range *r,
+                     bool accumulate, int32_t thread)
+{
+    if (in_integers(dev, w)) {
+        multiply_integers(dev, out, out_stride, a->integers, w, r, accumulate,
+                          thread);
+        return;
+    }
     const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
     const int64_t a_bytes =
         dev->packed == NULL ? r->m_begin * row_bytes
@@ -163,11 +241,11 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
     char *rows = dev->rows + (size_t)thread * dev->rows_bytes;
     cpu_product job = {
         .out_stride = out_stride,
-        .a = (const char *)a + a_bytes,
+        .a = (const char *)a->act + a_bytes,
         .m = r->m,
         .k = w->cols,
         .accumulate = accumulate,
-        .many = n_rows > CPU_FEW_ROWS,
+        .many = a->n > CPU_FEW_ROWS,
         .scratch = dev->panels != NULL
                        ? dev->panels + (size_t)thread * dev->panel_bytes
                        : NULL,
@@ -191,7 +269,7 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
 typedef struct linear_job {
     const cpu_device *dev;
     float *out;
-    const void *a;
+    input a;
     const rk_matrix *w;
     int32_t n;
     bool accumulate;
@@ -203,14 +281,14 @@ static void linear_unit(void *argument, int32_t unit, int32_t thread)
     const linear_job *job = argument;
     range r = unit_range(&job->c, job->n, job->w->rows, unit);
     multiply(job->dev, job->out + (int64_t)r.m_begin * job->w->rows + r.n_begin,
-             job->w->rows, job->a, job->n, job->w, &r, job->accumulate, thread);
+             job->w->rows, &job->a, job->w, &r, job->accumulate, thread);
 }
 
 void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
                 int32_t n, bool accumulate)
 {
     cpu_device *dev = (cpu_device *)base;
-    linear_job job = {dev, out,        prepare(dev, a, n, w->cols), w,
+    linear_job job = {dev, out,        prepare(dev, a, n, &w, 1), w,
                       n,   accumulate, cut_product(dev, n, w)};
     cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
 }
@@ -221,7 +299,7 @@ void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
 typedef struct swiglu_job {
     const cpu_device *dev;
     char *out;
-    const void *a;
+    input a;
     const rk_matrix *gate, *up;
     int32_t n;
     cut c;
@@ -234,8 +312,8 @@ static void swiglu_unit(void *argument, int32_t unit, int32_t thread)
     const int64_t ffn = job->gate->rows;
     range r = unit_range(&job->c, job->n, job->gate->rows, unit);
     float *gate = cpu_scratch(dev, thread), *up = gate + (int64_t)r.m * r.n;
-    multiply(dev, gate, r.n, job->a, job->n, job->gate, &r, false, thread);
-    multiply(dev, up, r.n, job->a, job->n, job->up, &r, false, thread);
+    multiply(dev, gate, r.n, &job->a, job->gate, &r, false, thread);
+    multiply(dev, up, r.n, &job->a, job->up, &r, false, thread);
     for (int32_t i = 0; i < r.m; i++) {
         int64_t at = (r.m_begin + i) * ffn + r.n_begin;
         dev->kernels->swiglu[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
@@ -248,7 +326,8 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
                 const rk_matrix *gate, const rk_matrix *up, int32_t n)
 {
     cpu_device *dev = (cpu_device *)base;
-    swiglu_job job = {dev, out, prepare(dev, a, n, gate->cols), gate,
+    const rk_matrix *const both[] = {gate, up};
+    swiglu_job job = {dev, out, prepare(dev, a, n, both, 2), gate,
                       up,  n,   cut_product(dev, n, gate)};
     cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
 }
@@ -259,7 +338,7 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
 typedef struct qkv_job {
     const cpu_device *dev;
     char *out;
-    const void *a;
+    input a;
     const rk_layer *layer;
     int32_t layer_id;
     int32_t m_step, m_units;
@@ -334,8 +413,7 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
     r.m = cpu_min(job->m_step, dev->batch.n_rows - r.m_begin);
     float *rows = cpu_scratch(dev, thread);
     void *act = rows + (int64_t)r.m * head_dim;
-    multiply(dev, rows, head_dim, job->a, dev->batch.n_rows, w, &r, false,
-             thread);
+    multiply(dev, rows, head_dim, &job->a, w, &r, false, thread);
     for (int32_t i = 0; !value && i < r.m; i++) {
         int64_t angle = (int64_t)(r.m_begin + i) * half;
         dev->kernels->rope(rows + i * head_dim, dev->cosine + angle,
@@ -358,9 +436,10 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
     cpu_device *dev = (cpu_device *)base;
     const int32_t n_rows = dev->batch.n_rows;
     const int32_t n_heads = dev->config.n_heads + 2 * dev->config.n_kv_heads;
+    const rk_matrix *const all[] = {&layer->query, &layer->key, &layer->value};
     qkv_job job = {.dev = dev,
                    .out = out,
-                   .a = prepare(dev, a, n_rows, layer->query.cols),
+                   .a = prepare(dev, a, n_rows, all, 3),
                    .layer = layer,
                    .layer_id = layer_id};
     job.m_step = rows_of_unit(dev, n_rows, n_heads * STEP, &layer->query);

@@ -62,6 +62,7 @@ typedef struct session_object {
     pid_t process;             /* that made it; in any other nothing works */
     unsigned long main_thread; /* Python's identity of it */
     rk_isa isa;
+    bool int8; /* activations="int8" */
     int32_t n_threads, block_tokens, vocab_size;
     bool locks_made;
 
@@ -87,6 +88,20 @@ typedef struct branch_object {
     PyObject *gate, *verdict, *prompt; /* NULL: None */
     PyObject *verdict_fields;          /* see branch_set_verdict */
 } branch_object;
+
+/* ---- arguments of a session -------------------------------------------------
+ */
+
+typedef struct rk_session_arguments {
+    PyObject *weights, *config, *token_bytes; /* borrowed */
+    int compute; /* RK_F32, RK_BF16, -1: as the weights are */
+    int gpu;     /* its number; -1: the CPU */
+    rk_options options;
+} rk_session_arguments;
+
+/* 0, or -1 with an exception that names the argument. */
+int rk_session_arguments_read(rk_session_arguments *out, PyObject *args,
+                              PyObject *kwargs);
 
 /* ---- the engine: in and out ------------------------------------------------
  */

@@ -1,5 +1,6 @@
-/* rksc._core.Session: life, branches, books. What generates is in generate.c,
- * what judges in judge.c, the way in and out of the engine in visit.c. */
+/* rksc._core.Session: life, branches, books. What it is called with is read in
+ * arguments.c, what generates is in generate.c, what judges in judge.c, the way
+ * in and out of the engine in visit.c. */
 #include "py.h"
 
 #include <stdlib.h>
@@ -8,94 +9,6 @@
 #include <unistd.h>
 
 /* ---- life ---------------------------------------------------------------- */
-
-static int read_isa(PyObject *object, rk_isa *isa)
-{
-    const char *name;
-
-    if (object == Py_None) {
-        *isa = rk_isa_best();
-        return 0;
-    }
-    if (!PyUnicode_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "isa must be a str or None, not %s",
-                     Py_TYPE(object)->tp_name);
-        return -1;
-    }
-    name = PyUnicode_AsUTF8(object);
-    if (name == NULL) {
-        return -1;
-    }
-    for (int i = 0; i < RK_N_ISAS; i++) {
-        if (strcmp(name, rk_isa_name((rk_isa)i)) == 0 &&
-            rk_isa_supported((rk_isa)i)) {
-            *isa = (rk_isa)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "isa %R is not one that this machine has, see "
-                 "rksc._core.isas",
-                 object);
-    return -1;
-}
-
-/* RK_F32, RK_BF16, or -1 for None; -2 with an exception. */
-static int read_dtype(PyObject *object)
-{
-    if (object == Py_None) {
-        return -1;
-    }
-    if (PyUnicode_Check(object)) {
-        if (PyUnicode_CompareWithASCIIString(object, "float32") == 0) {
-            return RK_F32;
-        }
-        if (PyUnicode_CompareWithASCIIString(object, "bfloat16") == 0) {
-            return RK_BF16;
-        }
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "dtype must be \"float32\", \"bfloat16\" or None, got %R",
-                 object);
-    return -2;
-}
-
-/* "cpu": -1; "cuda" and "cuda:N": the GPU's number. */
-static int read_device(PyObject *device, int *ordinal)
-{
-    const char *text = NULL;
-    char *end;
-    long n = 0;
-
-    *ordinal = -1;
-    if (device == NULL) {
-        return 0;
-    }
-    if (PyUnicode_Check(device)) {
-        text = PyUnicode_AsUTF8(device);
-        if (text == NULL) {
-            return -1;
-        }
-        if (strcmp(text, "cpu") == 0) {
-            return 0;
-        }
-        if (strcmp(text, "cuda") == 0) {
-            *ordinal = 0;
-            return 0;
-        }
-        if (strncmp(text, "cuda:", 5) == 0 && text[5] >= '0' &&
-            text[5] <= '9') {
-            n = strtol(text + 5, &end, 10);
-            if (*end == '\0' && n <= INT16_MAX) {
-                *ordinal = (int)n;
-                return 0;
-            }
-        }
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "device %R is not \"cpu\", \"cuda\" or \"cuda:N\"", device);
-    return -1;
-}
 
 /* The shared object of the CUDA backend, found by rksc.cuda. */
 static int open_gpu(session_object *self, int ordinal)
@@ -147,77 +60,6 @@ static int find_main_thread(unsigned long *ident)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-typedef struct arguments {
-    PyObject *weights, *config, *device, *dtype, *kv_bytes, *block_tokens;
-    PyObject *n_threads, *isa, *step_tokens, *token_bytes, *hash_bits;
-    int share, poison;
-} arguments;
-
-static int parse(arguments *a, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {
-        "weights",      "config",    "device", "dtype",       "kv_bytes",
-        "block_tokens", "n_threads", "isa",    "step_tokens", "token_bytes",
-        "share",        "hash_bits", "poison", NULL};
-
-    *a = (arguments){.dtype = Py_None,
-                     .n_threads = Py_None,
-                     .isa = Py_None,
-                     .token_bytes = Py_None,
-                     .share = 1};
-    return PyArg_ParseTupleAndKeywords(
-               args, kwargs, "OO|$OOOOOOOOpOp:Session", keywords, &a->weights,
-               &a->config, &a->device, &a->dtype, &a->kv_bytes,
-               &a->block_tokens, &a->n_threads, &a->isa, &a->step_tokens,
-               &a->token_bytes, &a->share, &a->hash_bits, &a->poison)
-               ? 0
-               : -1;
-}
-
-static int read_kv_bytes(PyObject *object, int64_t *bytes)
-{
-    uint64_t value = 0;
-
-    if (rk_uint64_read(&value, object, "kv_bytes") < 0) {
-        return -1;
-    }
-    if (value < 1 || value > INT64_MAX) {
-        PyErr_Format(PyExc_ValueError,
-                     "kv_bytes must be in 1 .. 2**63 - 1, got %R", object);
-        return -1;
-    }
-    *bytes = (int64_t)value;
-    return 0;
-}
-
-static int read_options(const arguments *a, rk_options *o)
-{
-    int32_t hash_bits = 64;
-
-    *o = (rk_options){.kv_bytes = (int64_t)2 << 30,
-                      .block_tokens = 16,
-                      .step_tokens = 512,
-                      .n_threads = rk_cpu_default_threads(),
-                      .share = a->share != 0,
-                      .poison = a->poison != 0};
-    if (read_isa(a->isa, &o->isa) < 0 ||
-        (a->kv_bytes != NULL && read_kv_bytes(a->kv_bytes, &o->kv_bytes) < 0) ||
-        (a->block_tokens != NULL &&
-         rk_int_read(&o->block_tokens, a->block_tokens, "block_tokens", 1,
-                     RK_TILE) < 0) ||
-        (a->n_threads != Py_None &&
-         rk_int_read(&o->n_threads, a->n_threads, "n_threads", 1, 1024) < 0) ||
-        (a->step_tokens != NULL &&
-         rk_int_read(&o->step_tokens, a->step_tokens, "step_tokens", 1,
-                     1 << 16) < 0) ||
-        (a->hash_bits != NULL &&
-         rk_int_read(&hash_bits, a->hash_bits, "hash_bits", 0, 64) < 0)) {
-        return -1;
-    }
-    o->hash_bits = hash_bits;
-    return 0;
-}
-
 static int create_engine(session_object *self, rk_options *options)
 {
     const rk_model *model = rk_weights_model(self->weights);
@@ -263,17 +105,10 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
                              PyObject *kwargs)
 {
     rk_state *state = rk_state_of(type);
-    rk_options options;
     session_object *self;
-    arguments a;
-    int compute, ordinal;
+    rk_session_arguments a;
 
-    if (state == NULL || parse(&a, args, kwargs) < 0 ||
-        read_device(a.device, &ordinal) < 0 || read_options(&a, &options) < 0) {
-        return NULL;
-    }
-    compute = read_dtype(a.dtype);
-    if (compute < -1) {
+    if (state == NULL || rk_session_arguments_read(&a, args, kwargs) < 0) {
         return NULL;
     }
     self = (session_object *)type->tp_alloc(type, 0);
@@ -282,21 +117,28 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     }
     self->state = state;
     self->process = getpid();
-    self->isa = options.isa;
-    self->n_threads = options.n_threads;
-    self->block_tokens = options.block_tokens;
+    self->isa = a.options.isa;
+    self->int8 = a.options.int8;
+    self->n_threads = a.options.n_threads;
+    self->block_tokens = a.options.block_tokens;
     Py_INCREF(a.config);
     self->config = a.config;
     if (make_locks(self) < 0 || find_main_thread(&self->main_thread) < 0 ||
-        (ordinal >= 0 && open_gpu(self, ordinal) < 0) ||
-        rk_weights_bind(&self->weights, a.weights, a.config, compute,
-                        ordinal < 0 ? rk_cpu_takes : gpu_takes,
-                        options.n_threads, state->tensor_type) < 0) {
+        (a.gpu >= 0 && open_gpu(self, a.gpu) < 0) ||
+        rk_weights_bind(&self->weights, a.weights, a.config, a.compute,
+                        a.gpu < 0 ? rk_cpu_takes : gpu_takes,
+                        a.options.n_threads, state->tensor_type) < 0) {
+        goto fail;
+    }
+    if (a.options.int8 && !rk_weights_in_blocks(self->weights)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "activations=\"int8\" needs weights of GGUF block "
+                        "types, and no matrix is of one");
         goto fail;
     }
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
     self->generating = rk_generating_new(a.token_bytes, self->vocab_size);
-    if (self->generating == NULL || create_engine(self, &options) < 0) {
+    if (self->generating == NULL || create_engine(self, &a.options) < 0) {
         goto fail;
     }
     return (PyObject *)self;
@@ -573,6 +415,11 @@ static PyObject *get_isa(session_object *self, void *Py_UNUSED(closure))
     return PyUnicode_FromString(rk_isa_name(self->isa));
 }
 
+static PyObject *get_activations(session_object *self, void *Py_UNUSED(closure))
+{
+    return self->int8 ? PyUnicode_FromString("int8") : Py_NewRef(Py_None);
+}
+
 static PyObject *get_copied_bytes(session_object *self,
                                   void *Py_UNUSED(closure))
 {
@@ -591,6 +438,9 @@ static PyGetSetDef ATTRIBUTES[] = {
     {"device", (getter)get_device, NULL, "Where it computes.", NULL},
     {"dtype", (getter)get_dtype, NULL,
      "\"float32\" or \"bfloat16\": inputs of matrix products and KV.", NULL},
+    {"activations", (getter)get_activations, NULL,
+     "\"int8\": rounded where they meet weights of block types; or None.",
+     NULL},
     {"isa", (getter)get_isa, NULL, "The instruction set in use.", NULL},
     {"copied_bytes", (getter)get_copied_bytes, NULL,
      "Bytes of weights that could not be used in place and were converted.",
@@ -672,7 +522,7 @@ static PyType_Slot SLOTS[] = {
      "Session(weights, config, *, device='cpu', dtype=None, "
      "kv_bytes=2147483648, block_tokens=16, n_threads=None, isa=None, "
      "step_tokens=512, token_bytes=None, share=True, hash_bits=64, "
-     "poison=False)\n--\n\n"
+     "poison=False, activations=None)\n--\n\n"
      "A model on a device, a pool of KV blocks and a tree of branches."},
     {0, NULL},
 };

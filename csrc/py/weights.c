@@ -617,3 +617,15 @@ int64_t rk_weights_copied_bytes(const rk_weights *weights)
 {
     return weights->copied_bytes;
 }
+
+bool rk_weights_in_blocks(const rk_weights *weights)
+{
+    for (size_t i = 0; i < weights->n_entries; i++) {
+        const entry *e = &weights->entries[i];
+
+        if (e->present && rk_type_get(e->target)->block_elements > 1) {
+            return true;
+        }
+    }
+    return false;
+}

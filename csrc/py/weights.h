@@ -27,6 +27,9 @@ void rk_weights_free(rk_weights *weights);
 const rk_model *rk_weights_model(const rk_weights *weights);
 int64_t rk_weights_copied_bytes(const rk_weights *weights);
 
+/* Is any matrix of a block type, in place? */
+bool rk_weights_in_blocks(const rk_weights *weights);
+
 /* Make all copies again from the lent memory. Needs no GIL. */
 void rk_weights_refresh(rk_weights *weights);
 
