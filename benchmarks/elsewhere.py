@@ -47,14 +47,18 @@ def run(
     side_by_side: Callable[..., dict[str, Any]],
     w2: Shape,
 ) -> Result:
-    """{"contests": [JSON of each], "rows": [{"what", "value", "text", "must", "most"}]}."""
+    """{"contests": [JSON of each], "failed": [why, for those that broke off],
+    "rows": [{"what", "value", "text", "must", "most"}]}."""
     names = options.elsewhere or NAMES
-    contests = []
+    contests, failed = [], []
     for name, field in CONTESTS.items():
         if name in names:
             changed = replace(setting, shape=w2) if name == "W2" else replace(setting, numbers=name)
             workload = "W2" if name == "W2" else "W1"
-            contests.append(side_by_side(options, changed, workload, field, options.repeat))
+            try:
+                contests.append(side_by_side(options, changed, workload, field, options.repeat))
+            except RuntimeError as error:  # a contestant fell over: the others go on
+                failed.append(f"{name}: {error}")
     rows: list[Result] = []
     model = load(setting.gguf, tokenizer=False)
     exact = {
@@ -68,7 +72,7 @@ def run(
         rows.append(fork(model, exact))
     if "threads" in names:
         rows += threads(setting, options.repeat)
-    return {"contests": contests, "rows": rows}
+    return {"contests": contests, "failed": failed, "rows": rows}
 
 
 def row(what: str, value: float, text: str, must: float | None = None, most: bool = True) -> Result:
@@ -193,7 +197,7 @@ def cpu_quota(period_us: int = 100_000) -> Iterator[Path | None]:
 
 def table(result: Result) -> str:
     """All of it as text."""
-    parts = [compare.table(data) for data in result["contests"]]
+    parts = [compare.table(data) for data in result["contests"]] + result["failed"]
     lines = []
     for r in result["rows"]:
         must = "" if r["must"] is None else f"{'<=' if r['most'] else '>='} {r['must']:g}"

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from contest import Contestant
@@ -70,6 +70,10 @@ class Setting:
         return "float32" if self.numbers == "float32" else "bfloat16"
 
     @property
+    def quantised(self) -> bool:
+        return self.numbers not in ("bfloat16", "float32")
+
+    @property
     def gguf(self) -> Path:
         kind = {"bfloat16": "BF16", "float32": "F32"}.get(self.numbers, self.numbers)
         return derive(self.source, kind, self.files)
@@ -114,7 +118,7 @@ def rksc(
 def peer(setting: Setting, name: str, pythons: Mapping[str, str]) -> Contestant | str:
     """A peer, or one line that says why it cannot take part."""
     known = KNOWN[name]
-    if known.reads == "folder" and setting.numbers not in ("bfloat16", "float32"):
+    if known.reads == "folder" and setting.quantised:
         return f"{name} skipped: it does not read {setting.numbers} GGUF files"
     python = pythons.get(name) or os.environ.get(known.variable) or sys.executable
     if not _has(python, known.module):
@@ -122,6 +126,10 @@ def peer(setting: Setting, name: str, pythons: Mapping[str, str]) -> Contestant 
             f"{name} skipped: {python} has no {known.module}. In an environment of its own: "
             f"{known.install}; then --peer-python {name}=PATH or {known.variable}=PATH"
         )
+    if name == "llama.cpp" and setting.quantised:
+        # Its AMX kernels for block types, compiled by gcc 12, stop at an illegal instruction: the
+        # compiler drops most of the tile configuration.
+        setting = replace(setting, isa="avx512_bf16")
     folder = known.reads == "folder"
     model = derive(setting.source, setting.dtype, setting.files) if folder else setting.gguf
     command = [python, str(PEERS / known.script), *setting.arguments(model, setting.tokens)]

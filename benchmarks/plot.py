@@ -40,7 +40,7 @@ def draw_seconds(axes: Any, data: Mapping[str, Any], made: Mapping[str, Any]) ->
         widths = [made["rows"][name]["phases"][phase] for name in names]
         axes.barh(
             names, widths, left=left, color=COLOURS[phase], hatch=HATCHES[phase],
-            edgecolor="white", label=phase,
+            edgecolor="white", linewidth=0.5, label=phase,
         )  # fmt: skip
         left = [a + b for a, b in zip(left, widths, strict=True)]
     totals = [made["rows"][name]["total"] for name in names]
@@ -50,7 +50,8 @@ def draw_seconds(axes: Any, data: Mapping[str, Any], made: Mapping[str, Any]) ->
     axes.errorbar(middle, names, xerr=[below, above], fmt="none", ecolor="black", capsize=3)
     axes.invert_yaxis()
     axes.set_xlabel("time (s), median of each phase; bars: fastest and slowest total")
-    axes.set_title(f"{data['workload']}, {data['numbers']}, {data['threads']} threads")
+    isas = ", ".join(data["isas"].values())
+    axes.set_title(f"{data['workload']}, {data['numbers']}, {isas}, {data['threads']} threads")
     axes.legend(frameon=False)
 
 

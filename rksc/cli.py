@@ -27,6 +27,7 @@ _OPTIONAL = {
     "jinja2": "chat templates",
     "tqdm": "a richer progress bar",
     "gguf": "rare quantisations",
+    "matplotlib": "plots of experiments",
 }
 _CGEE = {"safe": CGEE(), "fast": CGEE.fast(), "paper": CGEE.paper(), "off": None}
 

@@ -14,6 +14,7 @@ import branching
 import compare
 import contest
 import engines
+import mechanisms
 import pytest
 from contest import Contestant
 from model_files import TINY, random_weights, write_gguf
@@ -133,6 +134,16 @@ def test_rounds_of_another_comparison_are_not_added() -> None:
     assert len(branching.together(data, data)["rounds"]) == 2
     with pytest.raises(ValueError, match="numbers was float32"):
         branching.together({**data, "numbers": "float32"}, data)
+
+
+def test_mechanisms_compare_equal_work() -> None:
+    """Medians of seconds; runs that computed different things are not averaged."""
+    costs = [mechanisms.Cost(seconds, 5, 10, "kept") for seconds in (3.0, 1.0, 2.0)]
+    assert mechanisms.median(costs) == mechanisms.Cost(2.0, 5, 10, "kept")
+    with pytest.raises(RuntimeError, match="runs of the same work differ"):
+        mechanisms.median([*costs, mechanisms.Cost(1.0, 6, 10, "kept")])
+    line = str(mechanisms.Line("gate", mechanisms.Cost(4.0, 9, 90), costs[1]))
+    assert line.split() == ["gate", "1.000", "4.000", "0.25", "5", "9", "10", "90", "0.11", "kept"]
 
 
 # ---- options -----------------------------------------------------------------------------------

@@ -163,15 +163,16 @@ INLINE void put_weights(uint16_t *high, int32_t at, vf a, vf b)
 }
 
 /* As softmax_tile, but leaves the weights as bf16: high halves of all RK_TILE
- * slots, then low halves, zero where the row has no key. */
-static inline __attribute__((always_inline)) cpu_partial
-softmax_of(float *scores, int32_t lo, int32_t hi, float scale, bool whole)
+ * slots, then low halves, zero where the row has no key. Of the slots only the
+ * first `vectors` are looked at; the others would add zeros. */
+static inline __attribute__((always_inline)) cpu_partial softmax_of(
+    float *scores, int32_t lo, int32_t hi, float scale, int vectors, bool whole)
 {
     enum { N = RK_TILE / LANES };
     const vf least = vf_set1(-INFINITY);
     vf s[N], max = least;
     UNROLL
-    for (int32_t i = 0; i < N; i++) {
+    for (int32_t i = 0; i < vectors; i++) {
         s[i] = vf_load(scores + i * LANES);
         if (!whole) {
             s[i] = vf_select_range(lo - i * LANES, hi - i * LANES, s[i], least);
@@ -183,12 +184,16 @@ softmax_of(float *scores, int32_t lo, int32_t hi, float scale, bool whole)
     const vf top = vf_set1(part.max), by = vf_set1(scale);
     vf even = vf_zero(), odd = vf_zero();
     UNROLL
-    for (int32_t i = 0; i < N; i += 2) {
+    for (int32_t i = 0; i < vectors; i += 2) {
         vf a = vf_exp_below(_mm512_fmsub_ps(s[i], by, top));
         vf b = vf_exp_below(_mm512_fmsub_ps(s[i + 1], by, top));
         even = vf_add(even, a);
         odd = vf_add(odd, b);
         put_weights((uint16_t *)scores, i * LANES, a, b);
+    }
+    UNROLL
+    for (int32_t i = vectors; i < N; i += 2) {
+        put_weights((uint16_t *)scores, i * LANES, vf_zero(), vf_zero());
     }
     part.sum = vf_sum(vf_add(even, odd));
     return part;
@@ -197,8 +202,20 @@ softmax_of(float *scores, int32_t lo, int32_t hi, float scale, bool whole)
 static cpu_partial tile_softmax(float *scores, int32_t lo, int32_t hi,
                                 float scale)
 {
-    return lo == 0 && hi == RK_TILE ? softmax_of(scores, lo, hi, scale, true)
-                                    : softmax_of(scores, lo, hi, scale, false);
+    if (lo == 0 && hi == RK_TILE) {
+        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES, true);
+    }
+    switch ((hi - 1) / (RK_TILE / 4)) {
+    case 0:
+        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES / 4, false);
+    case 1:
+        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES / 2, false);
+    case 2:
+        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES * 3 / 4,
+                          false);
+    default:
+        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES, false);
+    }
 }
 
 /* ---- values

@@ -115,14 +115,8 @@ def draw(figure: Figure, table: Table) -> None:
     panels = figure.subplots(1, len(names), sharey=True, sharex=True, squeeze=False)[0]
     for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
         part = table.where(set=name)
-        bars(
-            axes,
-            part.column("way"),
-            part.column("right"),
-            part.column("low"),
-            part.column("high"),
-            i,
-        )
+        low, high = part.column("low"), part.column("high")
+        bars(axes, part.column("way"), part.column("right"), low, high, colour=i)
         axes.set_title(f"{name}, n = {part.column('problems')[0]}")
         axes.set_xlabel("right answers [%]")
     panels[0].set_ylim(len(table.where(set=names[0])) - 0.4, -0.6)

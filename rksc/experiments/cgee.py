@@ -68,7 +68,7 @@ def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
 
 def answered(lab: Lab) -> tuple[list[tuple[str, Problem]], list[Result]]:
     """Problems of every set, each answered and verified (shared with `accuracy`)."""
-    n = lab.size(20, None)
+    n = lab.size(12, None)
     sets = [
         (name, problem)
         for name, problems in problem_sets(lab.folder, n, lab.seed).items()
@@ -286,7 +286,7 @@ def shown(table: Table) -> list[Table]:
 
 def draw(figure: Figure, table: Table) -> None:
     """Saved against changed; by layer; risk against coverage."""
-    figure.set_size_inches(10.5, 3.5)
+    figure.set_size_inches(10.5, 4.0)
     left, middle, right = figure.subplots(1, 3)
     series = [("contenders", "kappa"), ("level 1", "lead 0.06")]
     series += [("level 2", s) for s in dict.fromkeys(table.where(rule="level 2").column("setting"))
@@ -300,19 +300,19 @@ def draw(figure: Figure, table: Table) -> None:
         name = name.rsplit(", ", 1)[0] if rule == "level 2" else f"{rule} ({setting})"
         look = {**style(i), "markersize": 2.5}
         left.plot([r[0] for r in rows], [r[1] for r in rows], label=name, **look)
-    for row in table.where(rule="preset").dicts():
+    for i, row in enumerate(table.where(rule="preset").dicts()):
         left.errorbar(
             row["net of the lens"], row["winners changed"],
             yerr=[[row["winners changed"] - row["low"]], [row["high"] - row["winners changed"]]],
             fmt="*", color="black", markersize=8, capsize=2, elinewidth=0.8,
         )  # fmt: skip
         left.annotate(row["setting"], (row["net of the lens"], row["winners changed"]),
-                      xytext=(5, 4), textcoords="offset points", fontsize=7)  # fmt: skip
+                      xytext=(5, 4 + 9 * i), textcoords="offset points", fontsize=7)  # fmt: skip
     left.set_xlim(-20, 100)
     left.set_xlabel("layers of verification saved, net of the lens [%]")
     left.set_ylabel("winners changed [%]")
     left.set_title("What a shortcut saves and changes")
-    left.legend(fontsize=6.5)
+    left.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     layers = table.also["layers"]
     x = layers.column("layer")
     middle.plot(
@@ -333,10 +333,10 @@ def draw(figure: Figure, table: Table) -> None:
     band(middle, x, [100 * h for h in layers.column("quarter")],
          [100 * h for h in layers.column("three quarters")], 2)  # fmt: skip
     middle.set_xlabel("layer")
-    middle.set_ylabel("[%]")
+    middle.set_ylabel("branches or problems [%]")
     middle.set_ylim(0, 102)
     middle.set_title("What the answer lens sees")
-    middle.legend(fontsize=6.5)
+    middle.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     risk = table.also["risk"]
     right.plot(risk.column("coverage"), risk.column("risk"), color=COLOURS[0])
     band(right, risk.column("coverage"), risk.column("low"), risk.column("high"), 0)

@@ -41,8 +41,8 @@ _SHOWN = tuple(phase for phase in PHASES if phase != "suffix")
 def decomposition(model: Model | str | Path | Lab, **options: Any) -> Table:
     """Seconds, tokens and changed winners of every arm, per data set."""
     lab = Lab.of(model, options)
-    n_branches, n_tokens = 8, 48 if lab.quick else 256
-    work = list(_work(lab, lab.size(4, 50)))
+    n_branches, n_tokens = 8, 32 if lab.quick else 256
+    work = list(_work(lab, lab.size(3, 50)))
     items = [
         {**item, "n_branches": n_branches, "max_new_tokens": n_tokens, "seed": lab.seed}
         for _, item in work
@@ -72,7 +72,7 @@ def decomposition(model: Model | str | Path | Lab, **options: Any) -> Table:
 
 def _work(lab: Lab, n: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(set, settings) for n problems of each set and n reworded questions."""
-    shots = {"gsm8k": 4, "arc_challenge": 5, "mmlu_stem": 5}
+    shots = {"gsm8k": 2, "arc_challenge": 3, "mmlu_stem": 3}
     for name, problems in problem_sets(lab.folder, n, lab.seed).items():
         header = examples(lab.folder, name, shots.get(name, 0))
         for problem in problems:

@@ -185,5 +185,6 @@ def draw(figure: Figure, table: Table) -> None:
     left.set_ylabel("tokens computed again, per tree")
     left.set_title("What is computed twice")
     left.set_ylim(bottom=0)
+    right.set_ylim(bottom=0)
     right.set_ylabel("time against no limit [x]")
     right.set_title("What it costs")

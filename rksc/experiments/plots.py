@@ -64,13 +64,16 @@ def bars(
     i: int = 0,
     of: int = 1,
     name: str | None = None,
+    colour: int | None = None,
 ) -> None:
-    """Horizontal bars with intervals, top to bottom; series i of `of` side by side."""
+    """Horizontal bars with intervals, top to bottom; series i of `of` side by side. colour: None
+    is the series' own."""
     height = 0.8 / of
+    fill = COLOURS[(i if colour is None else colour) % len(COLOURS)]
     y = np.arange(len(labels)) + (i - (of - 1) / 2) * height
     v, below, above = (np.array(x, float) for x in (values, low, high))  # None becomes NaN
     errors = np.clip([v - below, above - v], 0, None)
-    axes.barh(y, v, height * 0.92, color=COLOURS[i % len(COLOURS)], label=name, alpha=0.9)
+    axes.barh(y, v, height * 0.92, color=fill, label=name, alpha=0.9)
     axes.errorbar(v, y, xerr=errors, fmt="none", ecolor="#333333", elinewidth=0.9,
                   capsize=1.8)  # fmt: skip
     axes.set_yticks(np.arange(len(labels)), labels)

@@ -137,7 +137,7 @@ def draw(figure: Figure, table: Table) -> None:
         errors = [np.subtract(y, part.column("lowest")), np.subtract(part.column("highest"), y)]
         left.errorbar(x, y, yerr=errors, capsize=2, label=f"{branches} branches", **style(i))
         left.plot(x, part.column("roofline"), color=style(i)["color"], linestyle=LINES[3],
-                  label="roofline")  # fmt: skip
+                  label=None if i else "roofline")  # fmt: skip
         for j, way in enumerate(("No-KV", "shared")):
             look = {**style(i), "linestyle": LINES[j], "markerfacecolor": "white" if j else None}
             right.plot(x, part.column(way), label=f"{way}, {branches} branches", **look)
@@ -152,5 +152,6 @@ def draw(figure: Figure, table: Table) -> None:
     left.set_title("Measured (range of runs) and predicted")
     right.set_yscale("log")
     right.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    right.yaxis.set_minor_formatter(lambda y, _: "")
     right.set_ylabel("time of the whole workload [s]")
     right.set_title("Seconds")

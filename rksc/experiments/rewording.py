@@ -105,10 +105,10 @@ def calibrating(seen: Sequence[Seen]) -> list[Seen]:
 def measured_wordings(lab: Lab) -> list[Wording]:
     """All pairs (shared with `tau_alpha_sweep`). quick: every question's rewordings, its unrelated
     one and what passes a guard; all pairs of some held-out questions."""
-    by_group = wording_pairs(lab.folder, lab.n, lab.seed)
+    by_group = wording_pairs(lab.folder, lab.size(160, None), lab.seed)
     first, second = halves(list(by_group), lab.seed)
     held = [group for group in by_group if group in second]
-    everything = set(held[:40] if lab.quick and lab.n is None else by_group)
+    everything = set(held[:24] if lab.quick and lab.n is None else by_group)
     centre = [by_group[group][0].root for group in sorted(first)][:N_CENTRE]
     pairs = [pair for group in by_group.values() for pair in group]
     probed = [p.kind in (REWORDING, UNRELATED) or p.group in everything for p in pairs]
@@ -187,7 +187,7 @@ AGAIN = "same wording, other draws"
 
 
 def _continuations(lab: Lab, held: Sequence[Wording], meta: Any) -> tuple[Table, Table]:
-    groups = list(dict.fromkeys(w.pair.group for w in held))[: 16 if lab.quick else 80]
+    groups = list(dict.fromkeys(w.pair.group for w in held))[: 12 if lab.quick else 80]
     of_group = {g: _one_of_each([w.pair for w in held if w.pair.group == g]) for g in groups}
     items = [
         {"root": pairs[0].root, "others": [p.own for p in pairs], "instruction": INSTRUCTION,

@@ -89,7 +89,7 @@ class Lab:
             raise ValueError(f"n must be None or an int >= 2, got {self.n!r}")
         if (self.n_workers > 1 or self.ray) and self._path is None:
             raise ValueError("n_workers, ray: workers load the model by its path; this has none")
-        self.engine.setdefault("dtype", best_dtype())
+        object.__setattr__(self, "engine", {"dtype": best_dtype(), **self.engine})
 
     @classmethod
     def of(cls, model: Lab | Model | str | Path, options: dict[str, Any]) -> Lab:
