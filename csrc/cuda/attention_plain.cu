@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 {
     RK_SHARED(float, queries, [PAIRS * STRIDE]);
     RK_SHARED(float, cells, [KEYS * STRIDE]); /* of K, then of V */
+    RK_SHARED(float, weights, [PAIRS][KEYS]);
     const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
     const int head_dim = a.kv.head_dim;
     const int row_bytes = head_dim * (int)sizeof(T);
@@ -128,6 +129,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                 p[i] = s == -INFINITY ? 0.0f : expf(s - top);
                 sum[i] = sum[i] * by + p[i];
                 max[i] = top;
+                weights[warp * MINE + i][lane] = p[i];
 #pragma unroll
                 for (int c = 0; c < PARTS * LANES_OUT; c++) {
                     out[i][c] *= by;
@@ -143,13 +145,13 @@ __global__ void __launch_bounds__(THREADS, 2)
                 __syncthreads();
                 fetch<T>(cells, KEYS, column, head_dim,
                          [&](int row) { return cell(row, to_value); });
-                /* V is in shared memory. */
+                /* V is in shared memory, and so are the weights. */
                 __syncthreads();
                 for (int j = 0; j < n_keys; j++) {
                     float weight[MINE];
 #pragma unroll
                     for (int i = 0; i < MINE; i++) {
-                        weight[i] = __shfl_sync(RK_ALL_LANES, p[i], j);
+                        weight[i] = weights[warp * MINE + i][j];
                     }
 #pragma unroll
                     for (int c = 0; c < LANES_OUT; c++) {

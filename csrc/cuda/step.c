@@ -255,7 +255,7 @@ void cuda_take(cuda_device *dev)
 
 static size_t round_up(const cuda_device *dev, int32_t n)
 {
-    size_t room = 32;
+    size_t room = 8;
     while (dev->recording && room < (size_t)n) {
         room *= 2;
     }
