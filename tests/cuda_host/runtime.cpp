@@ -81,7 +81,7 @@ namespace
 {
 
 constexpr size_t ARENA = size_t(1) << 38, PAGE = 4096, GAP = 256;
-constexpr size_t POISONED = size_t(64) << 20; /* larger pieces stay unwritten */
+constexpr size_t POISONED = size_t(8) << 20; /* larger pieces stay unwritten */
 
 struct piece {
     size_t bytes;
@@ -94,7 +94,7 @@ std::map<const unsigned char *, piece> pieces, pinned;
 std::map<const void *, size_t> shared_limits;
 unsigned char *arena;
 size_t arena_end, used_bytes[16];
-int opened;
+int opened, key = -1; /* protection key of the arena */
 cudaError_t last, sticky;
 std::map<std::string, int> failures; /* a call's name: fails at its n-th */
 thread_local int device_now;
@@ -118,10 +118,18 @@ const piece *piece_of(const std::map<const unsigned char *, piece> &all,
     return p + n <= next->first + next->second.bytes ? &next->second : nullptr;
 }
 
+/* Open device memory to this thread, or close it: by a protection key where
+ * the processor has them, else page by page, which takes its time. */
 void protect(int flags)
 {
-    if (arena_end > 0) {
-        mprotect(arena, (arena_end + PAGE - 1) / PAGE * PAGE, flags);
+    if (key >= 0) {
+        pkey_set(key, flags == PROT_NONE ? PKEY_DISABLE_ACCESS : 0);
+    } else if (!pieces.empty()) {
+        auto begin = reinterpret_cast<uintptr_t>(pieces.begin()->first);
+        auto end = reinterpret_cast<uintptr_t>(arena + arena_end);
+        begin = begin / PAGE * PAGE;
+        mprotect(reinterpret_cast<void *>(begin),
+                 (end - begin + PAGE - 1) / PAGE * PAGE, flags);
     }
 }
 
@@ -409,6 +417,11 @@ cudaError_t cudaMalloc(void **memory, size_t bytes)
             std::abort();
         }
         arena = static_cast<unsigned char *>(space);
+        key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
+        if (key >= 0 && pkey_mprotect(space, ARENA, PROT_READ | PROT_WRITE,
+                                      key) != 0) {
+            std::abort();
+        }
     }
     size_t at = (arena_end + GAP + 255) / 256 * 256;
     if (at + bytes > ARENA) {
@@ -422,10 +435,10 @@ cudaError_t cudaMalloc(void **memory, size_t bytes)
     __asan_poison_memory_region(arena + arena_end, GAP);
     __asan_unpoison_memory_region(arena + at, bytes);
 #endif
+    pieces[arena + at] = {bytes, device_now};
     if (bytes <= POISONED) {
         fill(arena + at, 0xff, bytes);
     }
-    pieces[arena + at] = {bytes, device_now};
     used_bytes[device_now] += bytes;
     *memory = arena + at;
     return cudaSuccess;
