@@ -18,7 +18,7 @@ from native import RK_BF16, RK_OK
 from oprig import GUARD, Array, Plan, Shape, matrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda_host"))
-from build import build
+import build as cuda_host
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -39,7 +39,7 @@ class Calls(c.Structure):
 @cache
 def library() -> tuple[c.CDLL, Calls, c.c_void_p]:
     """The backend, what it exports, and GPU 0."""
-    loaded = c.CDLL(str(build()))
+    loaded = c.CDLL(str(cuda_host.build()))
     calls = Calls.in_dll(loaded, "rk_cuda_library")
     gpu, error = c.c_void_p(), native.Error()
     assert calls.open(c.byref(gpu), 0, c.byref(error)) == RK_OK, error.text

@@ -1,33 +1,35 @@
 """Each op of the CUDA backend, on the host runtime, against plain float64 NumPy.
 
 The kernels are those that nvcc compiles (tests/cuda_host); threads and blocks run forward, in
-reverse and at random. Seeds are the parametrised numbers.
+reverse or at random. Seeds are the parametrised numbers.
 """
 
 from __future__ import annotations
 
 import ctypes as c
 import itertools
+import zlib
 from typing import Any
 
 import native
 import numpy as np
 import pytest
-from cudarig import ORDERS, CudaRig, set_order
+from cudarig import ORDERS, CudaRig, Output, set_order
 from native import RK_BF16, RK_F16, RK_F32
-from oprig import TYPES, Array, Plan, Row, Shape, act, eps, value
-from test_ops import Cache, close, rotate, tree, written
-
-KINDS = [(t, o) for t in TYPES for o in ORDERS]
-NAMES = [f"{'bf16' if t == RK_BF16 else 'f32'}-{o}" for t, o in KINDS]
+from oprig import TYPES, Array, Plan, Rig, Row, Shape, act, eps, value
+from test_ops import Cache, candidates, close, draw, philox, rotate, tree, written
 
 
-@pytest.fixture(params=KINDS, ids=NAMES)
+@pytest.fixture(autouse=True)
+def order(request: pytest.FixtureRequest) -> None:
+    """Each test has its own order of threads and blocks, always the same."""
+    number = zlib.crc32(request.node.nodeid.encode())
+    set_order(ORDERS[number % len(ORDERS)], number)
+
+
+@pytest.fixture(params=TYPES, ids=["f32", "bf16"])
 def compute(request: pytest.FixtureRequest) -> int:
-    """The type; threads run in the order that stands beside it."""
-    kind, order = request.param
-    set_order(order, 7)
-    return int(kind)
+    return int(request.param)
 
 
 # ---- products ---------------------------------------------------------------------------------
@@ -195,8 +197,8 @@ def test_cosine(compute: int) -> None:
 
 def layer_on(rig: CudaRig, weights: list[Array], biases: list[Array] | None) -> native.Layer:
     made = native.Layer()
-    for name, w, b in zip(("query", "key", "value"), weights, biases or [None] * 3, strict=True):
-        setattr(made, name, rig.weights(w, b))
+    for i, name in enumerate(("query", "key", "value")):
+        setattr(made, name, rig.weights(weights[i], biases[i] if biases else None))
     return made
 
 
@@ -236,12 +238,17 @@ def test_qkv(compute: int, m: int, head_dim: int, interleaved: bool) -> None:
 class DeviceCache(Cache):
     """oprig's sequences with chosen q, k and v, on a CUDA device."""
 
-    def run(self, rig: Any, plan: Plan, layer: int = 1) -> Array:
+    def write(self, rig: CudaRig, plan: Plan, layer: int = 1) -> Output:
+        """qkv alone; rotated Q."""
         a = self.inputs(plan.rows)
-        shape = (len(a), self.shape.n_heads * self.shape.head_dim)
-        q, out = rig.act_out(shape), rig.act_out(shape)
+        q = rig.act_out((len(a), self.shape.n_heads * self.shape.head_dim))
         rig.start(plan)
         rig.qkv(q.address, rig.put(a), c.byref(layer_on(rig, self._weights, None)), layer)
+        return q
+
+    def run(self, rig: Any, plan: Plan, layer: int = 1) -> Array:
+        q = self.write(rig, plan, layer)
+        out = rig.act_out(q.shape)
         rig.attention(out.address, q.address, layer)
         return out.get()
 
@@ -278,8 +285,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(SHAPES)))
-@pytest.mark.parametrize("window", [0, 1, 5, 200])
+@pytest.mark.parametrize(
+    "index,window",
+    [(i, 0) for i in range(len(SHAPES))] + [(i, (1, 5, 200)[i % 3]) for i in range(len(SHAPES))],
+)
 def test_attention(compute: int, index: int, window: int) -> None:
     """Branches over a shared trunk, some in the middle of a block, on poisoned memory."""
     rng = np.random.default_rng(index)
@@ -302,3 +311,204 @@ def test_attention(compute: int, index: int, window: int) -> None:
         result = np.concatenate(got)
         for i in rng.choice(len(rows), 30, replace=False):
             cache.check(result[i], rows[i], window)
+
+
+def fill(cache: DeviceCache, rig: CudaRig, tables: list[list[int]], ends: list[int]) -> None:
+    """Write K and V of sequences that share blocks, each slot once."""
+    bt = cache.shape.block_tokens
+    rows: dict[tuple[int, int], Row] = {}
+    for table, end in zip(tables, ends, strict=True):
+        for p in range(end):
+            rows.setdefault((table[p // bt], p % bt), Row(table, p))
+    some = list(rows.values())
+    for i in range(0, len(some), cache.shape.max_rows):
+        cache.write(rig, Plan(some[i : i + cache.shape.max_rows], bt, "rows"))
+
+
+TREES = [
+    (8, 2, 64, 9, 28),  # three levels, each worth reading once
+    (40, 2, 16, 7, 6),  # a group of 20
+    (8, 2, 128, 40, 6),  # wide units
+    (24, 1, 8, 40, 6),  # a panel of more pairs than a unit
+    (150, 1, 8, 2, 6),  # a row of more pairs than a unit
+    (4, 4, 16, 70, 6),  # no groups, three chunks
+]
+PLAIN = [(RK_F32, *t) for t in TREES[:2]]  # its units are of one size
+
+
+@pytest.mark.parametrize(
+    "compute,heads,kv,head_dim,n,trunk", PLAIN + [(RK_BF16, *t) for t in TREES]
+)
+def test_decode_of_a_deep_tree(
+    compute: int, heads: int, kv: int, head_dim: int, n: int, trunk: int
+) -> None:
+    """One row at the end of each of n branches that part at two depths: shared keys are read
+    once, cut for the whole device, and merged; the same bits each time."""
+    rng = np.random.default_rng(n)
+    shape = Shape(n_heads=heads, n_kv_heads=kv, head_dim=head_dim, n_blocks=256, max_rows=128)
+    ids = iter(int(i) for i in rng.permutation(shape.n_blocks))
+    stem = [next(ids) for _ in range(trunk)]
+    halves = [[*stem, *(next(ids) for _ in range(9))] for _ in range(2)]
+    tables = sorted([*halves[2 * i // n], next(ids)] for i in range(n))
+    cache = DeviceCache(rng, shape, compute)
+    ends = [(trunk + 9) * 16 + 1 + i % 16 for i in range(n)]
+    with CudaRig(shape, compute) as rig:
+        rig.poison()
+        fill(cache, rig, tables, ends)
+        rows = [Row(t, end - 1, write=False) for t, end in zip(tables, ends, strict=True)]
+        got = cache.run(rig, Plan(rows, 16))
+        assert np.array_equal(got, cache.run(rig, Plan(rows, 16)))
+        for i in {0, 1, n // 2, n - 1}:
+            cache.check(got[i], rows[i])
+
+
+def test_blocks_beyond_2_to_31_elements(compute: int) -> None:
+    """Offsets into the pool are 64 bits wide."""
+    shape = Shape(n_layers=4, n_heads=2, n_kv_heads=2, head_dim=64, block_tokens=256)
+    block_elements = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * shape.block_tokens
+    shape.n_blocks = (1 << 32) // block_elements + 2
+    last = shape.n_blocks - 1
+    assert last * block_elements >= 1 << 32
+    cache = DeviceCache(np.random.default_rng(1), shape, compute)
+    with CudaRig(shape, compute) as rig:
+        rig.kv_fill(last, 0xFF)
+        rig.kv_fill(0, 0xFF)
+        rows = written([last], 5)
+        cache.check(cache.run(rig, Plan(rows, 256), 3)[4], rows[4])
+        rig.kv_copy(0, last)
+        cache.facts.update({(0, p): cache.fact(last, p) for p in range(5)})
+        again = [Row([0], 4, write=False)]
+        cache.check(cache.run(rig, Plan(again, 256), 3)[0], again[0])
+
+
+def test_kv_copy(compute: int) -> None:
+    """A copied block serves like the first one, in every layer."""
+    shape = Shape()
+    cache = DeviceCache(np.random.default_rng(11), shape, compute)
+    with CudaRig(shape, compute) as rig:
+        rig.poison()
+        for layer in (0, 1):
+            cache.run(rig, Plan(written([5], 16), 16), layer)
+        rig.kv_copy(9, 5)
+        cache.facts.update({(9, p): cache.fact(5, p) for p in range(16)})
+        for layer in (0, 1):
+            rows = [[Row([b], 15, write=False)] for b in (5, 9)]
+            old, new = (cache.run(rig, Plan(r, 16), layer) for r in rows)
+            assert np.array_equal(old, new) and np.isfinite(value(new)).all()
+
+
+# ---- pick -------------------------------------------------------------------------------------
+
+
+def pick(rig: CudaRig, logits: Array, draws: list[native.Draw]) -> list[native.Pick]:
+    out = rig.out((len(draws), 6))
+    rig.pick(out.address, rig.put(logits), (native.Draw * len(draws))(*draws), len(draws))
+    raw, size = out.get().tobytes(), c.sizeof(native.Pick)
+    return [native.Pick.from_buffer_copy(raw, i * size) for i in range(len(draws))]
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 101, 2048, 2049, 9001])
+def test_pick_statistics(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal((3, vocab)) * [[1], [8], [0]]).astype(np.float32)
+    if vocab > 1:
+        logits[1, ::3] = -np.inf
+    x = logits.astype(np.float64)
+    p = np.exp(x - x.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
+    with CudaRig(Shape(vocab_size=vocab), RK_F32) as rig:
+        got = pick(rig, logits, [draw(), draw(), draw(forced=vocab - 1)])
+        for i, one in enumerate(got):
+            assert one.top == logits[i].argmax()
+            assert one.token == (vocab - 1 if i == 2 else one.top)
+            assert one.top_prob == pytest.approx(p[i].max(), rel=1e-5)
+            assert one.top_logprob == pytest.approx(np.log(p[i].max()), rel=1e-5, abs=1e-5)
+            assert one.logprob == pytest.approx(np.log(p[i, one.token]), rel=1e-5, abs=1e-5)
+            assert one.entropy == pytest.approx(entropy[i], rel=1e-4, abs=1e-5)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.3}, {"top_k": 1}),
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    *({"top_k": 6000}, {"top_p": 0.0}, {"top_p": 1e-9}, {"top_p": 0.999}, {"top_k": 4500}),
+]
+
+
+@pytest.mark.parametrize("vocab,spread", [(5, 6.0), (101, 6.0), (5000, 6.0), (5000, 0.05)])
+def test_pick_sampling(vocab: int, spread: float) -> None:
+    """The token is where the running probability passes the uniform number; among equal logits
+    the lowest ids are kept. A flat row's candidates do not fit into shared memory."""
+    rng = np.random.default_rng(vocab)
+    checked = 0
+    with CudaRig(Shape(vocab_size=vocab), RK_F32) as rig:
+        for trial, extra in enumerate(SETTINGS):
+            x = rng.standard_normal((2, vocab)) * spread
+            logits = (np.round(x) / 2 if spread > 1 else x).astype(np.float32)
+            fields: dict[str, Any] = {"temperature": 1.0, "seed": 1 << 40 | trial, **extra}
+            draws = [draw(stream=3 + i, position=trial, **fields) for i in range(2)]
+            for i, one in enumerate(pick(rig, logits, draws)):
+                p = candidates(logits[i].astype(np.float64), draws[i])
+                u = philox(1 << 40 | trial, 3 + i, trial)
+                after = np.cumsum(p)
+                if np.abs(after - u).min() > 1e-4 / vocab:
+                    assert one.token == np.searchsorted(after, u, side="right"), (extra, i)
+                    checked += 1
+    assert checked > 12
+
+
+def test_pick_top_k_across_a_gap() -> None:
+    """The k-th largest logit lies far below the others and has equals: the lowest id counts."""
+    logits = np.full((6, 300), -3.0, np.float32)
+    logits[:, [50, 200]] = 0.0
+    p = candidates(logits[0].astype(np.float64), draw(temperature=1.0, top_k=3))
+    found = [int(np.searchsorted(np.cumsum(p), philox(0, 0, i))) for i in range(200)]
+    positions = [i for token in (0, 50, 200) for i in np.flatnonzero(np.equal(found, token))[:2]]
+    with CudaRig(Shape(vocab_size=300), RK_F32) as rig:
+        draws = [draw(temperature=1.0, top_k=3, position=int(i)) for i in positions]
+        assert [one.token for one in pick(rig, logits, draws)] == [0, 0, 50, 50, 200, 200]
+
+
+def test_pick_extremes() -> None:
+    vocab = 300
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((8, vocab)).astype(np.float32)
+    logits[1, 7] = np.nan
+    logits[2] = -np.inf
+    logits[3] = -np.inf
+    logits[3, 9] = -5.0
+    logits[4] *= 1e30
+    logits[5, 11] = np.inf
+    logits[6] = -1e38
+    logits[6, 40:42] = 1e38
+    with CudaRig(Shape(vocab_size=vocab), RK_F32) as rig:
+        for fields in ({}, {"temperature": 1e-5}, {"temperature": 1e-40}, {"temperature": 2.0}):
+            got = pick(rig, logits, [draw(position=i, **fields) for i in range(8)])
+            assert [got[i].token for i in (1, 2, 5)] == [-1, -1, -1]
+            assert got[3].token == 9 and got[3].logprob == 0 and got[3].entropy == 0
+            assert got[4].token == logits[4].argmax()
+            assert got[6].token in (40, 41) and got[6].top == 40
+            assert got[6].entropy == pytest.approx(np.log(2), rel=1e-5)
+            assert all(0 <= got[i].token < vocab for i in (0, 7))
+            if fields.get("temperature", 0) < 1e-4:
+                assert got[0].token == logits[0].argmax()
+
+
+def test_pick_is_the_cpus() -> None:
+    """The same seed gives the same tokens, but for draws at an edge."""
+    rng = np.random.default_rng(2)
+    vocab, n = 3000, 4
+    shape = Shape(vocab_size=vocab)
+    differ = 0
+    with CudaRig(shape, RK_F32) as cuda, Rig(shape, RK_F32, 0) as cpu:
+        for trial, extra in enumerate(SETTINGS):
+            logits = (rng.standard_normal((n, vocab)) * 3).astype(np.float32)
+            fields: dict[str, Any] = {"temperature": 0.8, "seed": trial, **extra}
+            draws = [draw(stream=i, position=trial, **fields) for i in range(n)]
+            got = pick(cuda, logits, draws)
+            out = np.zeros((n, 6), np.float32)
+            array = (native.Draw * n)(*draws)
+            cpu.pick(out.ctypes.data, logits.ctypes.data, array, n)
+            want = out.view(np.int32)[:, 0]
+            differ += sum(one.token != token for one, token in zip(got, want, strict=True))
+    assert differ == 0

@@ -131,8 +131,8 @@ copy_tile(const rk_cuda_attention &a, const rk_task &t, int key, element *stage)
 /* Of a warp's pairs: this thread has pairs lane / 4 + 8 i, i < 2 N. */
 template <int N, int DIM> struct state {
     float out[N][DIM / 8][4];
-    float max[2 * N];
-    float sum[N][4]; /* like out, with a value of 1: all columns are equal */
+    float max[2 * N]; /* of scores * scale * log2(e) */
+    float sum[N][4];  /* like out, with a value of 1: all columns are equal */
 };
 
 template <class S, int N>
@@ -213,18 +213,15 @@ __device__ __forceinline__ void soften(float s[N][S::STEP / 8][4],
     bool moved = false;
 #pragma unroll
     for (int r = 0; r < 2 * N; r++) {
-        float max = w.max[r];
+        float max = -INFINITY;
 #pragma unroll
         for (int j = 0; j < S::STEP / 8; j++) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float &x = s[r / 2][j][r % 2 * 2 + e];
-                x *= scale;
-                max = fmaxf(max, x);
-            }
+            max = fmaxf(max, s[r / 2][j][r % 2 * 2]);
+            max = fmaxf(max, s[r / 2][j][r % 2 * 2 + 1]);
         }
         max = fmaxf(max, __shfl_xor_sync(RK_ALL_LANES, max, 1));
         max = fmaxf(max, __shfl_xor_sync(RK_ALL_LANES, max, 2));
+        max = fmaxf(w.max[r], max * scale);
         shrink[r] = rk_part_weight(w.max[r], max);
         moved = moved || max != w.max[r];
         w.max[r] = max;
@@ -234,7 +231,7 @@ __device__ __forceinline__ void soften(float s[N][S::STEP / 8][4],
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &x = s[r / 2][j][r % 2 * 2 + e];
-                x = exp2f(x - from);
+                x = rk_exp2(fmaf(x, scale, -from));
             }
         }
     }

@@ -27,7 +27,7 @@ typedef unsigned long long amount; /* a whole number of weight, or a count */
 constexpr int SLICE = 2048;
 constexpr int SLICE_THREADS = 128;
 constexpr int MINE = SLICE / SLICE_THREADS;
-constexpr float FAR = -100.0f; /* e^FAR counts for nothing */
+constexpr float FAR = -150.0f; /* e^FAR is 0 */
 
 struct slice {
     float max, sum, dsum;
@@ -223,6 +223,7 @@ template <class What>
 __device__ amount total(sampler &s, const view &v, What what)
 {
     amount sum = 0;
+#pragma unroll 8
     for (int i = threadIdx.x; i < v.n; i += THREADS) {
         sum += what(v.logits[i], i);
     }
@@ -249,6 +250,7 @@ __device__ amount sum_ranges(sampler &s, const view &v, What what)
     for (int r = warp; r < RANGES; r += WARPS) {
         amount sum = 0;
         const int end = min(v.n, (r + 1) * length);
+#pragma unroll 8
         for (int i = r * length + lane; i < end; i += RK_WARP) {
             sum += what(v.logits[i], i);
         }

@@ -107,6 +107,15 @@ template <int n> __device__ __forceinline__ void rk_copy_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
 }
 
+/* 2^x to a relative error of 2^-22; 0 where that is below the normal numbers.
+ */
+__device__ __forceinline__ float rk_exp2(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* ---- matrix fragments ---------------------------------------------------- */
 
 /* Four 8x8 matrices of 16-bit elements. Lane 8*i + r gives the address of row

@@ -179,7 +179,7 @@ static bool flatten(rk_worker *w)
 
 #define STEP 64 /* keys of a tile: splits are whole ones */
 #define MIN_SPLIT 128
-#define SPLIT_PAIRS 4 /* keys of a split for each pair, at least */
+#define SPLIT_PAIRS 2 /* keys of a split for each pair, at least */
 
 /* Keys of a unit: what gives the device enough units, but not so few that
  * partial results cost more than they bring. */

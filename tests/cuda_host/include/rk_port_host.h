@@ -86,6 +86,12 @@ template <int n> inline void rk_copy_wait()
     rk_host_copy_wait(n);
 }
 
+inline float rk_exp2(float x)
+{
+    const float y = exp2f(x);
+    return y < __FLT_MIN__ ? 0.0f : y;
+}
+
 /* ---- matrix fragments ---------------------------------------------------- */
 
 void rk_ldmatrix(uint32_t out[4], const void *row);
