@@ -386,57 +386,57 @@ __global__ void __launch_bounds__(THREADS, (shape<DIM, N>::AT_ONCE))
     RK_SHARED(rk_keys, pairs, [S::PAIRS]);
     element *stages = reinterpret_cast<element *>(memory);
     element *queries = stages + STAGES * S::STAGE;
-    const int n_items = *a.n_units * a.kv.n_kv_heads;
-    for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
-        const rk_task t = rk_task_of(a, item);
-        const layout l = layout_of<S>(t.unit.pair_end - t.unit.pair_begin);
-        state<N, DIM> w = {};
+    const int item = (int)blockIdx.x;
+    if (item >= *a.n_units * a.kv.n_kv_heads) {
+        return;
+    }
+    const rk_task t = rk_task_of(a, item);
+    const layout l = layout_of<S>(t.unit.pair_end - t.unit.pair_begin);
+    state<N, DIM> w = {};
 #pragma unroll
-        for (int r = 0; r < 2 * N; r++) {
-            w.max[r] = -INFINITY;
-        }
-        copy_queries<S>(a, t, queries);
+    for (int r = 0; r < 2 * N; r++) {
+        w.max[r] = -INFINITY;
+    }
+    copy_queries<S>(a, t, queries);
+    if (t.key_begin < t.key_end) {
         copy_tile<S>(a, t, t.key_begin, stages);
+    }
+    rk_copy_commit();
+    for (int i = threadIdx.x; i < S::PAIRS; i += THREADS) {
+        pairs[i] = rk_pair_keys(a, t, i);
+    }
+    int stage = 0;
+    for (int key = t.key_begin; key < t.key_end; key += S::TILE) {
+        element *keys = stages + stage * S::STAGE;
+        stage ^= 1;
+        if (key + S::TILE < t.key_end) {
+            copy_tile<S>(a, t, key + S::TILE, stages + stage * S::STAGE);
+        }
         rk_copy_commit();
-        for (int i = threadIdx.x; i < S::PAIRS; i += THREADS) {
-            pairs[i] = rk_pair_keys(a, t, i);
-        }
-        int stage = 0;
-        for (int key = t.key_begin; key < t.key_end; key += S::TILE) {
-            element *keys = stages + stage * S::STAGE;
-            stage ^= 1;
-            if (key + S::TILE < t.key_end) {
-                copy_tile<S>(a, t, key + S::TILE, stages + stage * S::STAGE);
-            }
-            rk_copy_commit();
-            rk_copy_wait<1>();
-            /* The copies of all threads have arrived, and `pairs`. */
-            __syncthreads();
-            for (int i = l.key_warp * S::STEP;
-                 i < S::TILE && key + i < t.key_end;
-                 i += l.key_warps * S::STEP) {
-                float s[N][S::STEP / 8][4];
-                scores<S, N>(s, queries + l.first_pair * DIM, keys + i * DIM,
-                             a.kv.head_dim);
-                if (key + i < t.full_begin || key + i + S::STEP > t.full_end) {
-                    mask<S, N>(s, pairs + l.first_pair, key + i);
-                }
-                soften<S, N, DIM>(s, w, scale);
-                add_values<S, N, DIM>(w, s, keys + S::MATRIX + i * DIM,
-                                      a.kv.head_dim);
-            }
-            /* Nobody reads this stage while it is refilled. */
-            __syncthreads();
-        }
-        rk_copy_wait<0>();
-        float *results = reinterpret_cast<float *>(memory);
-        leave<S, N, DIM>(w, l, a.kv.head_dim, results, ends);
-        /* The results of all warps are there. */
+        rk_copy_wait<1>();
+        /* The copies of all threads have arrived, and `pairs`. */
         __syncthreads();
-        send<S, DIM>(a, t, l, results, ends);
-        /* The results are sent before the next unit's copies. */
+        for (int i = l.key_warp * S::STEP; i < S::TILE && key + i < t.key_end;
+             i += l.key_warps * S::STEP) {
+            float s[N][S::STEP / 8][4];
+            scores<S, N>(s, queries + l.first_pair * DIM, keys + i * DIM,
+                         a.kv.head_dim);
+            if (key + i < t.full_begin || key + i + S::STEP > t.full_end) {
+                mask<S, N>(s, pairs + l.first_pair, key + i);
+            }
+            soften<S, N, DIM>(s, w, scale);
+            add_values<S, N, DIM>(w, s, keys + S::MATRIX + i * DIM,
+                                  a.kv.head_dim);
+        }
+        /* Nobody reads this stage while it is refilled. */
         __syncthreads();
     }
+    rk_copy_wait<0>();
+    float *results = reinterpret_cast<float *>(memory);
+    leave<S, N, DIM>(w, l, a.kv.head_dim, results, ends);
+    /* The results of all warps are there. */
+    __syncthreads();
+    send<S, DIM>(a, t, l, results, ends);
 }
 
 template <int DIM, int N>

@@ -67,6 +67,86 @@ __device__ __forceinline__ void add_scores(float s[MINE], const float *queries,
     }
 }
 
+/* Of a warp's pairs, this lane's share. */
+struct state {
+    float max[MINE], sum[MINE]; /* sum: of this lane's keys */
+    float out[MINE][PARTS * LANES_OUT];
+};
+
+/* Scores of this lane's key become weights; the others follow the maximum. */
+__device__ __forceinline__ void
+soften(state &w, float p[MINE], const rk_keys use[MINE], int key, float scale)
+{
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        const bool used = key >= use[i].begin && key < use[i].end;
+        const float s = used ? p[i] * scale : -INFINITY;
+        const float top = fmaxf(w.max[i], rk_warp_max(s));
+        const float by = w.max[i] == -INFINITY ? 0.0f : expf(w.max[i] - top);
+        p[i] = s == -INFINITY ? 0.0f : expf(s - top);
+        w.sum[i] = w.sum[i] * by + p[i];
+        w.max[i] = top;
+#pragma unroll
+        for (int c = 0; c < PARTS * LANES_OUT; c++) {
+            w.out[i][c] *= by;
+        }
+    }
+}
+
+/* out += weights values, for the dimensions that are in shared memory. */
+__device__ __forceinline__ void add_values(state &w, int part,
+                                           const float (*weights)[KEYS],
+                                           const float *values, int n_keys)
+{
+    const int lane = threadIdx.x % RK_WARP;
+    for (int key = 0; key < n_keys; key++) {
+#pragma unroll
+        for (int c = 0; c < LANES_OUT; c++) {
+            const float v = values[key * STRIDE + c * RK_WARP + lane];
+#pragma unroll
+            for (int i = 0; i < MINE; i++) {
+                w.out[i][part * LANES_OUT + c] += weights[i][key] * v;
+            }
+        }
+    }
+}
+
+/* Dimensions from out_begin on of the warp's pairs, where they belong. */
+template <class T>
+__device__ __forceinline__ void send(const rk_cuda_attention &a,
+                                     const rk_task &t, const state &w,
+                                     int out_begin)
+{
+    const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        const int pair = warp * MINE + i;
+        const float sum = rk_warp_sum(w.sum[i]);
+        if (t.unit.pair_begin + pair >= t.unit.pair_end) {
+            continue;
+        }
+        const rk_place place = rk_place_of(a, t, pair);
+        if (place.partial == RK_WORK_NONE) {
+            continue;
+        }
+        T *out = static_cast<T *>(a.out) + rk_pair_at(a, t, pair);
+        float *partial = a.partials + place.index * a.kv.head_dim;
+#pragma unroll
+        for (int c = 0; c < PARTS * LANES_OUT; c++) {
+            const int column = out_begin + c * RK_WARP + lane;
+            if (column < a.kv.head_dim && place.partial == RK_WORK_OUT) {
+                rk_narrow(out + column, w.out[i][c] / sum);
+            } else if (column < a.kv.head_dim) {
+                partial[column] = w.out[i][c];
+            }
+        }
+        if (place.partial >= 0 && out_begin == 0 && lane == 0) {
+            a.sums[2 * place.index] = w.max[i];
+            a.sums[2 * place.index + 1] = sum;
+        }
+    }
+}
+
 template <class T>
 __global__ void __launch_bounds__(THREADS, 2)
     attend(const rk_cuda_attention a, float scale)
@@ -74,127 +154,70 @@ __global__ void __launch_bounds__(THREADS, 2)
     RK_SHARED(float, queries, [PAIRS * STRIDE]);
     RK_SHARED(float, cells, [KEYS * STRIDE]); /* of K, then of V */
     RK_SHARED(float, weights, [PAIRS][KEYS]);
+    const int item = (int)blockIdx.x;
+    if (item >= *a.n_units * a.kv.n_kv_heads) {
+        return;
+    }
+    const rk_task t = rk_task_of(a, item);
     const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
-    const int head_dim = a.kv.head_dim;
+    const int head_dim = a.kv.head_dim, out_begin = blockIdx.y * OUT;
     const int row_bytes = head_dim * (int)sizeof(T);
-    const int64_t to_value = rk_value_offset(a, row_bytes);
-    const int out_begin = blockIdx.y * OUT;
-    const int n_items = *a.n_units * a.kv.n_kv_heads;
-    for (int item = blockIdx.x; item < n_items; item += gridDim.x) {
-        const rk_task t = rk_task_of(a, item);
-        const int n_pairs = t.unit.pair_end - t.unit.pair_begin;
-        float max[MINE], sum[MINE], out[MINE][PARTS * LANES_OUT] = {};
-        rk_keys use[MINE];
+    const int n_pairs = t.unit.pair_end - t.unit.pair_begin;
+    state w = {};
+    rk_keys use[MINE];
 #pragma unroll
-        for (int i = 0; i < MINE; i++) {
-            max[i] = -INFINITY;
-            sum[i] = 0.0f;
-            use[i] = rk_pair_keys(a, t, warp * MINE + i);
-        }
-        const auto query = [&](int pair) {
-            return pair < n_pairs
-                       ? static_cast<const T *>(a.q) + rk_pair_at(a, t, pair)
+    for (int i = 0; i < MINE; i++) {
+        w.max[i] = -INFINITY;
+        use[i] = rk_pair_keys(a, t, warp * MINE + i);
+    }
+    const auto query = [&](int pair) {
+        return pair < n_pairs
+                   ? static_cast<const T *>(a.q) + rk_pair_at(a, t, pair)
+                   : nullptr;
+    };
+    for (int key = t.key_begin; key < t.key_end; key += KEYS) {
+        const int n_keys = min(KEYS, t.key_end - key);
+        const auto cell = [&](int row, int64_t offset) {
+            return row < n_keys
+                       ? reinterpret_cast<const T *>(
+                             a.kv.layer +
+                             rk_key_at(a, t, key + row, row_bytes) + offset)
                        : nullptr;
         };
-        for (int key = t.key_begin; key < t.key_end; key += KEYS) {
-            const int n_keys = min(KEYS, t.key_end - key);
-            const auto cell = [&](int row, int64_t offset) {
-                return row < n_keys
-                           ? reinterpret_cast<const T *>(
-                                 a.kv.layer +
-                                 rk_key_at(a, t, key + row, row_bytes) + offset)
-                           : nullptr;
-            };
-            float p[MINE] = {};
-            for (int d = 0; d < head_dim; d += COLUMNS) {
-                /* What was in `queries` and `cells` has been read. */
-                __syncthreads();
-                if (key == t.key_begin || head_dim > COLUMNS) {
-                    fetch<T>(queries, PAIRS, d, head_dim, query);
-                }
-                fetch<T>(cells, KEYS, d, head_dim,
-                         [&](int row) { return cell(row, 0); });
-                /* Q and K are in shared memory. */
-                __syncthreads();
-                add_scores(p, queries, cells, min(COLUMNS, head_dim - d));
+        float p[MINE] = {};
+        for (int d = 0; d < head_dim; d += COLUMNS) {
+            /* What was in `queries` and `cells` has been read. */
+            __syncthreads();
+            if (key == t.key_begin || head_dim > COLUMNS) {
+                fetch<T>(queries, PAIRS, d, head_dim, query);
             }
-#pragma unroll
-            for (int i = 0; i < MINE; i++) {
-                const bool used =
-                    key + lane >= use[i].begin && key + lane < use[i].end;
-                const float s = used ? p[i] * scale : -INFINITY;
-                const float top = fmaxf(max[i], rk_warp_max(s));
-                const float by =
-                    max[i] == -INFINITY ? 0.0f : expf(max[i] - top);
-                p[i] = s == -INFINITY ? 0.0f : expf(s - top);
-                sum[i] = sum[i] * by + p[i];
-                max[i] = top;
-                weights[warp * MINE + i][lane] = p[i];
-#pragma unroll
-                for (int c = 0; c < PARTS * LANES_OUT; c++) {
-                    out[i][c] *= by;
-                }
-            }
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) {
-                const int column = out_begin + part * COLUMNS;
-                if (column >= head_dim) {
-                    continue;
-                }
-                /* K, or the part of V before, has been read. */
-                __syncthreads();
-                fetch<T>(cells, KEYS, column, head_dim,
-                         [&](int row) { return cell(row, to_value); });
-                /* V is in shared memory, and so are the weights. */
-                __syncthreads();
-                for (int j = 0; j < n_keys; j++) {
-                    float weight[MINE];
-#pragma unroll
-                    for (int i = 0; i < MINE; i++) {
-                        weight[i] = weights[warp * MINE + i][j];
-                    }
-#pragma unroll
-                    for (int c = 0; c < LANES_OUT; c++) {
-                        const float v = cells[j * STRIDE + c * RK_WARP + lane];
-#pragma unroll
-                        for (int i = 0; i < MINE; i++) {
-                            out[i][part * LANES_OUT + c] += weight[i] * v;
-                        }
-                    }
-                }
-            }
+            fetch<T>(cells, KEYS, d, head_dim,
+                     [&](int row) { return cell(row, 0); });
+            /* Q and K are in shared memory. */
+            __syncthreads();
+            add_scores(p, queries, cells, min(COLUMNS, head_dim - d));
         }
+        soften(w, p, use, key + lane, scale);
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
-            const int pair = warp * MINE + i;
-            const float total = rk_warp_sum(sum[i]);
-            if (pair >= n_pairs) {
-                continue;
-            }
-            const rk_place place = rk_place_of(a, t, pair);
-            if (place.partial == RK_WORK_NONE) {
-                continue;
-            }
+            weights[warp * MINE + i][lane] = p[i];
+        }
 #pragma unroll
-            for (int c = 0; c < PARTS * LANES_OUT; c++) {
-                const int column = out_begin + c * RK_WARP + lane;
-                if (column >= head_dim) {
-                    continue;
-                }
-                if (place.partial == RK_WORK_OUT) {
-                    rk_narrow(static_cast<T *>(a.out) + rk_pair_at(a, t, pair) +
-                                  column,
-                              out[i][c] / total);
-                } else {
-                    a.partials[place.index * head_dim + column] = out[i][c];
-                }
-            }
-            if (place.partial >= 0 && out_begin == 0 && lane == 0) {
-                a.sums[2 * place.index] = max[i];
-                a.sums[2 * place.index + 1] = total;
+        for (int part = 0; part < PARTS; part++) {
+            const int column = out_begin + part * COLUMNS;
+            if (column < head_dim) {
+                /* K, or the part of V before, has been read. */
+                __syncthreads();
+                fetch<T>(cells, KEYS, column, head_dim, [&](int row) {
+                    return cell(row, rk_value_offset(a, row_bytes));
+                });
+                /* V is in shared memory, and so are the weights. */
+                __syncthreads();
+                add_values(w, part, weights + warp * MINE, cells, n_keys);
             }
         }
     }
+    send<T>(a, t, w, out_begin);
 }
 
 } // namespace

@@ -124,8 +124,8 @@ typedef struct rk_cuda_attention {
     const int32_t *tables;     /* rk_work.tables */
     float *partials;           /* (max_partials, n_heads, head_dim) */
     float *sums;               /* (max_partials, n_heads, 2): maximum, sum */
-    int32_t n_blocks; /* thread blocks to launch; *n_units * n_kv_heads is
-                       * best, any positive number is right */
+    int32_t n_blocks; /* thread blocks to launch, no fewer than *n_units *
+                       * n_kv_heads */
     bool wide;        /* rk_work.wide */
     bool merge;       /* false: rk_work.n_partials is 0 */
 } rk_cuda_attention;
