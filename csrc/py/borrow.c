@@ -59,9 +59,45 @@ static void explain(PyObject *producer, PyObject *name)
     PyErr_Restore(type, error, traceback);
 }
 
+/* Is the producer's memory a GPU's? Then it wants to know our stream. */
+static bool on_gpu(PyObject *producer)
+{
+    PyObject *device = PyObject_CallMethod(producer, "__dlpack_device__", NULL);
+    PyObject *type = device != NULL ? PySequence_GetItem(device, 0) : NULL;
+    long kind = type != NULL ? PyLong_AsLong(type) : -1;
+
+    Py_XDECREF(type);
+    Py_XDECREF(device);
+    PyErr_Clear(); /* the capsule will say where it is */
+    return kind == kDLCUDA || kind == kDLCUDAManaged;
+}
+
+/* The keywords of __dlpack__; a producer from before DLPack 1.0 (`old`) knows
+ * no version. */
+static PyObject *keywords_for(PyObject *producer, const rk_cuda *cuda, bool old)
+{
+    PyObject *keywords =
+        old ? PyDict_New()
+            : Py_BuildValue("{s(ii)}", "max_version", DLPACK_MAJOR_VERSION,
+                            DLPACK_MINOR_VERSION);
+    PyObject *stream = NULL;
+
+    if (keywords == NULL || cuda == NULL || !on_gpu(producer)) {
+        return keywords;
+    }
+    stream = PyLong_FromUnsignedLongLong(
+        (unsigned long long)cuda->calls->stream(cuda));
+    if (stream == NULL ||
+        PyDict_SetItemString(keywords, "stream", stream) < 0) {
+        Py_CLEAR(keywords);
+    }
+    Py_XDECREF(stream);
+    return keywords;
+}
+
 /* A capsule, versioned where the producer knows how; NULL with an exception.
  */
-static PyObject *ask(PyObject *producer, PyObject *name)
+static PyObject *ask(PyObject *producer, PyObject *name, const rk_cuda *cuda)
 {
     PyObject *method = PyObject_GetAttrString(producer, "__dlpack__");
     PyObject *none = NULL, *keywords = NULL, *capsule = NULL;
@@ -77,13 +113,15 @@ static PyObject *ask(PyObject *producer, PyObject *name)
         return NULL;
     }
     none = PyTuple_New(0);
-    keywords = Py_BuildValue("{s(ii)}", "max_version", DLPACK_MAJOR_VERSION,
-                             DLPACK_MINOR_VERSION);
+    keywords = keywords_for(producer, cuda, false);
     if (none != NULL && keywords != NULL) {
         capsule = PyObject_Call(method, none, keywords);
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Clear(); /* a producer from before DLPack 1.0 */
-            capsule = PyObject_CallNoArgs(method);
+            PyErr_Clear();
+            Py_DECREF(keywords);
+            keywords = keywords_for(producer, cuda, true);
+            capsule =
+                keywords != NULL ? PyObject_Call(method, none, keywords) : NULL;
         }
     }
     Py_XDECREF(none);
@@ -119,17 +157,32 @@ static const char *device_name(DLDeviceType type)
     }
 }
 
-static int judge_device(const DLTensor *dl, PyObject *name)
+static int judge_device(rk_borrowed *lent, const DLTensor *dl, PyObject *name,
+                        const rk_cuda *cuda)
 {
     DLDeviceType type = dl->device.device_type;
 
     if (type == kDLCPU || type == kDLCUDAHost || type == kDLROCMHost) {
         return 0;
     }
+    if (cuda == NULL) {
+        PyErr_Format(PyExc_BufferError,
+                     "%U is in the memory of %s (DLPack device %d:%d); "
+                     "device=\"cpu\" needs it on the CPU",
+                     name, device_name(type), (int)type,
+                     (int)dl->device.device_id);
+        return -1;
+    }
+    if ((type == kDLCUDA && dl->device.device_id == cuda->ordinal) ||
+        type == kDLCUDAManaged) {
+        lent->on_gpu = true;
+        return 0;
+    }
     PyErr_Format(PyExc_BufferError,
                  "%U is in the memory of %s (DLPack device %d:%d); "
-                 "device=\"cpu\" needs it on the CPU",
-                 name, device_name(type), (int)type, (int)dl->device.device_id);
+                 "device=\"cuda:%d\" needs it there or on the CPU",
+                 name, device_name(type), (int)type, (int)dl->device.device_id,
+                 cuda->ordinal);
     return -1;
 }
 
@@ -206,10 +259,12 @@ static int judge_layout(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
     return 0;
 }
 
-static int judge(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
+static int judge(rk_borrowed *lent, const DLTensor *dl, PyObject *name,
+                 const rk_cuda *cuda)
 {
     /* The device first: of another one's memory nothing else matters. */
-    return judge_device(dl, name) < 0 || judge_dtype(lent, dl, name) < 0 ||
+    return judge_device(lent, dl, name, cuda) < 0 ||
+                   judge_dtype(lent, dl, name) < 0 ||
                    judge_layout(lent, dl, name) < 0
                ? -1
                : 0;
@@ -217,7 +272,8 @@ static int judge(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
 
 /* ---- taking it ----------------------------------------------------------- */
 
-static int take_versioned(rk_borrowed *lent, PyObject *capsule, PyObject *name)
+static int take_versioned(rk_borrowed *lent, PyObject *capsule, PyObject *name,
+                          const rk_cuda *cuda)
 {
     DLManagedTensorVersioned *managed =
         PyCapsule_GetPointer(capsule, "dltensor_versioned");
@@ -233,7 +289,7 @@ static int take_versioned(rk_borrowed *lent, PyObject *capsule, PyObject *name)
                      (unsigned)managed->version.minor, DLPACK_MAJOR_VERSION);
         return -1;
     }
-    if (judge(lent, &managed->dl_tensor, name) < 0 ||
+    if (judge(lent, &managed->dl_tensor, name, cuda) < 0 ||
         PyCapsule_SetName(capsule, "used_dltensor_versioned") < 0) {
         return -1;
     }
@@ -241,11 +297,12 @@ static int take_versioned(rk_borrowed *lent, PyObject *capsule, PyObject *name)
     return 0;
 }
 
-static int take_legacy(rk_borrowed *lent, PyObject *capsule, PyObject *name)
+static int take_legacy(rk_borrowed *lent, PyObject *capsule, PyObject *name,
+                       const rk_cuda *cuda)
 {
     DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
 
-    if (managed == NULL || judge(lent, &managed->dl_tensor, name) < 0 ||
+    if (managed == NULL || judge(lent, &managed->dl_tensor, name, cuda) < 0 ||
         PyCapsule_SetName(capsule, "used_dltensor") < 0) {
         return -1;
     }
@@ -278,7 +335,7 @@ static int take_tensor(rk_borrowed *lent, PyObject *tensor, PyObject *name)
 }
 
 int rk_borrowed_take(rk_borrowed *lent, PyObject *producer, PyObject *name,
-                     PyObject *tensor_type)
+                     PyObject *tensor_type, const rk_cuda *cuda)
 {
     PyObject *capsule;
     int failed = -1;
@@ -287,14 +344,14 @@ int rk_borrowed_take(rk_borrowed *lent, PyObject *producer, PyObject *name,
     if (rk_tensor_check(producer, tensor_type)) {
         return take_tensor(lent, producer, name);
     }
-    capsule = ask(producer, name);
+    capsule = ask(producer, name, cuda);
     if (capsule == NULL) {
         return -1;
     }
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
-        failed = take_versioned(lent, capsule, name);
+        failed = take_versioned(lent, capsule, name, cuda);
     } else if (PyCapsule_IsValid(capsule, "dltensor")) {
-        failed = take_legacy(lent, capsule, name);
+        failed = take_legacy(lent, capsule, name, cuda);
     } else {
         PyErr_Format(PyExc_BufferError,
                      "%U: __dlpack__ gave %s, not an unused DLPack capsule",

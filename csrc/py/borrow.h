@@ -8,8 +8,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "backend.h"
 #include "dense.h"
-#include "rksc.h"
 
 #include <dlpack/dlpack.h>
 
@@ -19,6 +19,7 @@
  * is set: who is told when we are done. */
 typedef struct rk_borrowed {
     const void *data; /* the first element, byte_offset included */
+    bool on_gpu;      /* `data` is an address of the session's GPU */
     rk_type type;
     int n_dims;
     int64_t shape[RK_BORROWED_MAX_DIMS];
@@ -32,9 +33,10 @@ typedef struct rk_borrowed {
 /* Borrow what `producer` holds. 0, or -1 with an exception that says `name`:
  * TypeError (no tensor, or a dtype that is no weight's), BufferError (another
  * device, a producer that refuses or breaks its contract), ValueError.
- * tensor_type: rksc.Tensor. */
+ * tensor_type: rksc.Tensor. cuda: the session's GPU, whose memory is welcome
+ * too and whose stream a producer on a GPU is given; NULL: none. */
 int rk_borrowed_take(rk_borrowed *lent, PyObject *producer, PyObject *name,
-                     PyObject *tensor_type);
+                     PyObject *tensor_type, const rk_cuda *cuda);
 
 /* Give it back: the deleter runs exactly once. Keeps the current exception. */
 void rk_borrowed_release(rk_borrowed *lent);

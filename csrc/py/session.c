@@ -126,7 +126,7 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     if (make_locks(self) < 0 || find_main_thread(&self->main_thread) < 0 ||
         (a.gpu >= 0 && open_gpu(self, a.gpu) < 0) ||
         rk_weights_bind(&self->weights, a.weights, a.config, a.compute,
-                        a.gpu < 0 ? rk_cpu_takes : gpu_takes,
+                        a.gpu < 0 ? rk_cpu_takes : gpu_takes, self->cuda,
                         a.options.n_threads, state->tensor_type) < 0) {
         goto fail;
     }

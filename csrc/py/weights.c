@@ -29,6 +29,8 @@ typedef struct entry {
     bool present;
     rk_type target; /* what the engine wants it to be */
     void *copy;     /* owned, or NULL: used in place */
+    void *fetched;  /* owned: room for what a copy is made from, where that is
+                     * on the GPU */
     const void *data;
 } entry;
 
@@ -58,6 +60,7 @@ struct rk_weights {
     entry *entries; /* (N_GLOBAL + n_layers * N_LAYER,) */
     size_t n_entries;
     int64_t copied_bytes;
+    rk_cuda *cuda; /* borrowed, or NULL */
     int n_threads;
 };
 
@@ -238,7 +241,7 @@ static int borrow(rk_weights *w, size_t i, PyObject *mapping, PyObject *names,
     Py_INCREF(key);
     producer = PyObject_GetItem(mapping, key);
     if (producer != NULL && PyDict_DelItem(names, key) == 0 &&
-        rk_borrowed_take(&e->lent, producer, key, tensor_type) == 0) {
+        rk_borrowed_take(&e->lent, producer, key, tensor_type, w->cuda) == 0) {
         e->present = true;
         failed = check_shape(e, &wanted, key);
     }
@@ -431,6 +434,37 @@ static bool same_memory(const rk_borrowed *a, const rk_borrowed *b)
            a->strides[0] == b->strides[0] && a->strides[1] == b->strides[1];
 }
 
+/* Where a tensor's elements lie, in elements from its first. */
+static void span(const rk_strided *s, int64_t *low, int64_t *high)
+{
+    int64_t row = (s->rows - 1) * s->row_stride;
+    int64_t col = (s->cols - 1) * s->col_stride;
+
+    *low = (row < 0 ? row : 0) + (col < 0 ? col : 0);
+    *high = (row > 0 ? row : 0) + (col > 0 ? col : 0);
+}
+
+/* Bring what lies on the GPU to the host. `from` shows it there afterwards. */
+static rk_status fetch(const rk_weights *w, const entry *e, rk_strided *from,
+                       rk_error *err)
+{
+    int64_t item = rk_type_get(from->type)->block_bytes, low, high;
+    const char *first;
+
+    span(from, &low, &high);
+    first = (const char *)from->data + low * item;
+    from->data = (const char *)e->fetched - low * item;
+    return w->cuda->calls->fetch(w->cuda, e->fetched, first,
+                                 (size_t)((high - low + 1) * item), err);
+}
+
+/* The GPU reads 16 bytes at a time. */
+static bool fits(const entry *e, const rk_strided *from)
+{
+    return rk_dense_fits(from, e->target) &&
+           (!e->lent.on_gpu || (uintptr_t)from->data % 16 == 0);
+}
+
 /* Room for a copy where one is needed. */
 static int place(rk_weights *w, entry *e, const want *wanted)
 {
@@ -439,8 +473,19 @@ static int place(rk_weights *w, entry *e, const want *wanted)
         rk_type_bytes(e->target, (int64_t)wanted->rows * wanted->cols);
 
     e->data = e->lent.data;
-    if (rk_dense_fits(&from, e->target)) {
+    if (fits(e, &from)) {
         return 0;
+    }
+    if (e->lent.on_gpu) {
+        int64_t low, high;
+
+        span(&from, &low, &high);
+        e->fetched = malloc(
+            (size_t)((high - low + 1) * rk_type_get(from.type)->block_bytes));
+        if (e->fetched == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
     }
     if (posix_memalign(&e->copy, COPY_ALIGNMENT, (size_t)bytes) != 0) {
         e->copy = NULL;
@@ -452,13 +497,18 @@ static int place(rk_weights *w, entry *e, const want *wanted)
     return 0;
 }
 
-static void convert(const rk_weights *w, const entry *e)
+static rk_status convert(const rk_weights *w, const entry *e, rk_error *err)
 {
-    if (e->copy != NULL) {
-        rk_strided from = rk_borrowed_strided(&e->lent);
+    rk_strided from = rk_borrowed_strided(&e->lent);
+    rk_status status = RK_OK;
 
+    if (e->fetched != NULL) {
+        status = fetch(w, e, &from, err);
+    }
+    if (e->copy != NULL && status == RK_OK) {
         rk_dense_convert(e->copy, e->target, &from, w->n_threads);
     }
+    return status;
 }
 
 static int convert_all(rk_weights *w, bool (*takes)(rk_type))
@@ -485,9 +535,16 @@ static int convert_all(rk_weights *w, bool (*takes)(rk_type))
             return -1;
         }
         if (e->copy != NULL) {
-            Py_BEGIN_ALLOW_THREADS convert(w, e);
-            Py_END_ALLOW_THREADS if (PyErr_CheckSignals() < 0)
+            rk_error err = {0};
+            rk_status status;
+
+            Py_BEGIN_ALLOW_THREADS status = convert(w, e, &err);
+            Py_END_ALLOW_THREADS if (status != RK_OK)
             {
+                rk_raise(NULL, &err); /* the KV budget has no part in it */
+                return -1;
+            }
+            if (PyErr_CheckSignals() < 0) {
                 return -1;
             }
         }
@@ -498,7 +555,7 @@ static int convert_all(rk_weights *w, bool (*takes)(rk_type))
 void rk_weights_refresh(rk_weights *weights)
 {
     for (size_t i = 0; i < weights->n_entries; i++) {
-        convert(weights, &weights->entries[i]);
+        convert(weights, &weights->entries[i], NULL);
     }
 }
 
@@ -550,8 +607,8 @@ static void fill_model(rk_weights *w)
 }
 
 int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
-                    int compute, bool (*takes)(rk_type), int n_threads,
-                    PyObject *tensor_type)
+                    int compute, bool (*takes)(rk_type), rk_cuda *cuda,
+                    int n_threads, PyObject *tensor_type)
 {
     rk_weights *w = PyMem_RawCalloc(1, sizeof *w);
     size_t n_layers;
@@ -562,6 +619,7 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
         return -1;
     }
     w->n_threads = n_threads;
+    w->cuda = cuda;
     if (rk_config_read(&w->model.config, &w->inv_freq, config) < 0) {
         goto fail;
     }
@@ -601,6 +659,7 @@ void rk_weights_free(rk_weights *weights)
     for (size_t i = 0; i < weights->n_entries; i++) {
         rk_borrowed_release(&weights->entries[i].lent);
         free(weights->entries[i].copy);
+        free(weights->entries[i].fetched);
     }
     PyMem_RawFree(weights->entries);
     PyMem_RawFree(weights->layers);

@@ -7,18 +7,19 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "rksc.h"
+#include "backend.h"
 
 typedef struct rk_weights rk_weights;
 
 /* Bind the tensors of `mapping` (Hugging Face names) to the fields of `config`
  * (a rksc.ModelConfig). compute: RK_F32, RK_BF16, or -1: bfloat16 where the
  * embedding is, else float32. takes: block types that the device reads as they
- * are (rk_cpu_takes). n_threads: for conversions. 0, or -1 with an
+ * are (rk_cpu_takes). cuda: the session's GPU, borrowed, NULL: none; its
+ * memory is used in place, too. n_threads: for conversions. 0, or -1 with an
  * exception that names the tensor. Needs the GIL; conversions give it up. */
 int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
-                    int compute, bool (*takes)(rk_type), int n_threads,
-                    PyObject *tensor_type);
+                    int compute, bool (*takes)(rk_type), rk_cuda *cuda,
+                    int n_threads, PyObject *tensor_type);
 
 /* Gives all tensors back. Needs the GIL; takes NULL. */
 void rk_weights_free(rk_weights *weights);
