@@ -22,8 +22,8 @@ def library() -> str:
     found = sorted(Path(__file__).parent.glob("_cuda*.so"))
     if not found:
         raise RuntimeError(
-            'device "cuda": this installation of rksc was built without CUDA; build it where nvcc '
-            'is found (RKSC_CUDA=on pip install "rksc[cuda]" says what is missing)'
+            'device "cuda": this installation of rksc was built without CUDA; build it again with '
+            "RKSC_CUDA=on, which says what is missing (docs/cuda.md)"
         )
     for name in LIBRARIES:
         _preload(name)
