@@ -45,9 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `isa` runs once for each instruction set of this machine."""
     marked = [str(m.args[0]) for m in metafunc.definition.iter_markers("parametrize")]
     if "isa" in metafunc.fixturenames and not any("isa" in names for names in marked):
-        from rksc import _core
+        from sessions import ISAS
 
-        metafunc.parametrize("isa", _core.isas)
+        metafunc.parametrize("isa", ISAS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

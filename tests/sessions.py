@@ -7,17 +7,23 @@ from typing import Any
 
 from models import ALL, Small
 
-from rksc import BranchSession
+from rksc import BranchSession, _core
+
+DEVICE = os.environ.get("RKSC_TEST_DEVICE", "cpu")
+"""That of `pytest --device`. Equal history gives equal bits on the CPU alone."""
+
+ISAS = _core.isas if DEVICE == "cpu" else _core.isas[-1:]
+"""What a test of every instruction set goes over; the GPU has no part in it."""
 
 
 def open_session(model: Small | str = "T4", **options: Any) -> BranchSession:
     """A small budget, two threads, freed blocks poisoned with NaN; options replace these.
 
-    The device is that of `pytest --device`.
+    The device is DEVICE.
     """
     small = ALL[model] if isinstance(model, str) else model
     defaults = {"kv_bytes": 4 << 20, "n_threads": 2, "poison": True, "dtype": "float32"}
-    defaults["device"] = os.environ.get("RKSC_TEST_DEVICE", "cpu")
+    defaults["device"] = DEVICE
     return BranchSession(small.weights, small.model_config, **{**defaults, **options})
 
 

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ALL, make
 from numpy.typing import NDArray
-from sessions import assert_books, block_bytes, open_session
+from sessions import DEVICE, ISAS, assert_books, block_bytes, open_session
 
-from rksc import ASKS, Branch, BranchSession, CapacityError, Generation, Sampling, _core
+from rksc import ASKS, Branch, BranchSession, CapacityError, Generation, Sampling
 
 TIMES = int(os.environ.get("RKSC_EXAMPLES", "1"))
 ALL["long"] = make("long", 40, num_hidden_layers=2, max_position_embeddings=2048)
@@ -35,7 +35,7 @@ ALL["long-window"] = make(
 
 # Odd sizes, windows, biases, one and many query heads for a key head.
 NAMES = ("T1", "T4", "mistral-window", "qwen2-tied-window", "smollm2", "falcon3", "no-keys")
-KINDS = [(isa, dtype) for isa in _core.isas for dtype in ("float32", "bfloat16")]
+KINDS = [(isa, dtype) for isa in ISAS for dtype in ("float32", "bfloat16")]
 kinds = pytest.mark.parametrize(("isa", "dtype"), KINDS)
 
 
@@ -87,15 +87,20 @@ def branch_session(branch: Branch) -> BranchSession:
     return branch.session
 
 
-def assert_same(got: NDArray[Any], expected: NDArray[Any]) -> None:
+def assert_same(got: Any, expected: Any, dtype: str) -> None:
+    """Equal to the bit on the CPU; elsewhere numbers to the tolerance of the op tests."""
+    got, expected = np.asarray(got), np.asarray(expected)
     assert np.isfinite(expected).all()
-    assert np.array_equal(got, expected), np.abs(got - expected).max()
+    if DEVICE == "cpu" or expected.dtype.kind in "iu":
+        assert np.array_equal(got, expected), np.abs(got - expected).max()
+    else:
+        part = 5e-5 if dtype == "float32" else 5e-2
+        assert np.abs(got - expected).max() <= part * max(1.0, np.abs(expected).max())
 
 
-def assert_same_generation(got: Generation, expected: Generation) -> None:
-    for name in ("tokens", "top_probs", "logprobs", "entropies"):
-        assert_same(getattr(got, name), getattr(expected, name))
-    assert got.confidence == expected.confidence
+def assert_same_generation(got: Generation, expected: Generation, dtype: str) -> None:
+    for name in ("tokens", "top_probs", "logprobs", "entropies", "confidence"):
+        assert_same(getattr(got, name), getattr(expected, name), dtype)
     assert got.finish_reason == expected.finish_reason
 
 
@@ -121,7 +126,7 @@ def test_fork_is_own_prefill(
     kids = session.prefill(prefix).fork(tails)
     session.compute(kids)
     for kid, tail in zip(kids, tails, strict=True):
-        assert_same(kid.logits, alone.logits(prefix + tail))
+        assert_same(kid.logits, alone.logits(prefix + tail), dtype)
     assert_books(session)
 
 
@@ -144,7 +149,7 @@ def test_row_alone_is_row_in_a_batch(
     for got, branch, prompt in zip(
         session.generate(branches, 7, sampling, stop_ids=()), branches, prompts, strict=True
     ):
-        assert_same_generation(got, alone.generate(prompt, 7, sampling, branch.stream))
+        assert_same_generation(got, alone.generate(prompt, 7, sampling, branch.stream), dtype)
     assert_books(session)
 
 
@@ -156,9 +161,9 @@ def test_steps_of_any_size(name: str, step_tokens: int, isa: str, dtype: str) ->
     session = open_session(name, isa=isa, dtype=dtype, step_tokens=step_tokens)
     branch = session.prefill(tokens)
     alone = Alone(name, isa, dtype)
-    assert_same(branch.logits, alone.logits(tokens))
+    assert_same(branch.logits, alone.logits(tokens), dtype)
     got = session.generate(branch, 5, stop_ids=())[0]
-    assert_same_generation(got, alone.generate(tokens, 5, None, 0))
+    assert_same_generation(got, alone.generate(tokens, 5, None, 0), dtype)
     assert_books(session)
 
 
@@ -175,8 +180,8 @@ def test_text_in_pieces(isa: str, dtype: str, name: str, pieces: list[int]) -> N
         eager.extend(tokens[at : at + n])
         lazy.extend(tokens[at : at + n])
         at += n
-        assert_same(eager.logits, alone.logits(tokens[:at]))
-    assert_same(lazy.logits, alone.logits(tokens))
+        assert_same(eager.logits, alone.logits(tokens[:at]), dtype)
+    assert_same(lazy.logits, alone.logits(tokens), dtype)
     assert_books(session)
 
 
@@ -201,10 +206,10 @@ def test_blocks_and_threads(block_tokens: int, n_threads: int, isa: str, dtype: 
         assert_books(session)
     (generations, marks, scores, hidden), expected = results
     for got, other in zip(generations, expected[0], strict=True):
-        assert_same_generation(got, other)
-    assert marks == expected[1]
+        assert_same_generation(got, other, dtype)
+    assert_same(marks, expected[1], dtype)
     for a, b in zip([*scores, *hidden], [*expected[2], *expected[3]], strict=True):
-        assert_same(a, b)
+        assert_same(a, b, dtype)
 
 
 @kinds
@@ -220,7 +225,7 @@ def test_across_tiles(name: str, isa: str, dtype: str) -> None:
         kids += [kid for n in (1, 33) for kid in root.fork([model.tokens(n, seed=at)], at=at)]
     session.compute(kids)
     for kid in kids:
-        assert_same(kid.logits, alone.logits(kid.tokens.tolist()))
+        assert_same(kid.logits, alone.logits(kid.tokens.tolist()), dtype)
     assert_books(session)
 
 
@@ -247,7 +252,7 @@ def test_evicted_is_never_evicted(temperature: float, isa: str, dtype: str) -> N
         assert len(first.tokens) == len(second.tokens) == 10
         for name in ("tokens", "top_probs", "logprobs", "entropies"):
             both = np.concatenate([getattr(first, name), getattr(second, name)])
-            assert_same(both, getattr(expected, name))
+            assert_same(both, getattr(expected, name), dtype)
 
 
 # ---- everything at once ---------------------------------------------------------------------
@@ -400,11 +405,13 @@ class Walk:
 
     def _logits(self, a: int, b: int, c: int) -> None:
         branch = self.pick(a)[0]
-        assert_same(branch.logits, self.alone.logits(self.tokens[branch.id]))
+        assert_same(branch.logits, self.alone.logits(self.tokens[branch.id]), self.alone.dtype)
 
     def _hidden(self, a: int, b: int, c: int) -> None:
         branch = self.pick(a)[0]
-        assert_same(branch.hidden, self.alone.branch(self.tokens[branch.id]).hidden)
+        assert_same(
+            branch.hidden, self.alone.branch(self.tokens[branch.id]).hidden, self.alone.dtype
+        )
 
     def _generate(self, a: int, b: int, c: int, temperature: float = 0.0) -> None:
         chosen, n = self.pick(a, 1 + c % 4), 1 + b % 12
@@ -414,7 +421,7 @@ class Walk:
         ):
             before = self.tokens[branch.id]
             expected = self.alone.generate(before, n, sampling, self.streams[branch.id])
-            assert_same_generation(got, expected)
+            assert_same_generation(got, expected, self.alone.dtype)
             before += map(int, got.tokens)
 
     def _sample(self, a: int, b: int, c: int) -> None:
@@ -446,7 +453,7 @@ class Walk:
         tails = [self._text(1 + (b + k) % 20, c + k) for k in range(1 + c % 3)]
         alone = self.alone.branch(self.tokens[branch.id])
         for got, tail in zip(self.session.score(branch, tails), tails, strict=True):
-            assert_same(got, branch_session(alone).score(alone, [tail])[0])
+            assert_same(got, branch_session(alone).score(alone, [tail])[0], self.alone.dtype)
 
     def _verify(self, a: int, b: int, c: int) -> None:
         chosen, prompt = self.pick(a, 1 + c % 4), self._text(1 + b % 9, b)

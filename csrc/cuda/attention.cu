@@ -108,19 +108,27 @@ copy_tile(const rk_cuda_attention &a, const rk_task &t, int key, element *stage)
 {
     const int row_bytes = a.kv.head_dim * (int)sizeof(element);
     const int64_t to_value = rk_value_offset(a, row_bytes);
-    const int chunk = threadIdx.x % S::CHUNKS;
+    constexpr int ROWS = THREADS / S::CHUNKS; /* that a round copies */
+    const int chunk = threadIdx.x % S::CHUNKS, row = threadIdx.x / S::CHUNKS;
     if (chunk >= used_chunks(a.kv.head_dim)) {
         return;
     }
+    /* All blocks first: their loads need not wait for one another. */
+    int blocks[S::TILE / ROWS];
 #pragma unroll
-    for (int row = threadIdx.x / S::CHUNKS; row < S::TILE;
-         row += THREADS / S::CHUNKS) {
-        const bool valid = key + row < t.key_end && chunk * 8 < a.kv.head_dim;
+    for (int i = 0; i < S::TILE / ROWS; i++) {
+        const int at = key + i * ROWS + row;
+        blocks[i] = at < t.key_end ? rk_block_of(a, t, at) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < S::TILE / ROWS; i++) {
+        const int at = key + i * ROWS + row;
+        const bool valid = at < t.key_end && chunk * 8 < a.kv.head_dim;
         const unsigned char *from = a.kv.layer;
         if (valid) {
-            from += rk_key_at(a, t, key + row, row_bytes) + chunk * 16;
+            from += rk_key_at(a, t, blocks[i], at, row_bytes) + chunk * 16;
         }
-        element *to = stage + chunk_at<S>(row, chunk);
+        element *to = stage + chunk_at<S>(i * ROWS + row, chunk);
         rk_copy16(to, from, valid);
         rk_copy16(to + S::MATRIX, from + to_value, valid);
     }
@@ -386,11 +394,10 @@ __global__ void __launch_bounds__(THREADS, (shape<DIM, N>::AT_ONCE))
     RK_SHARED(rk_keys, pairs, [S::PAIRS]);
     element *stages = reinterpret_cast<element *>(memory);
     element *queries = stages + STAGES * S::STAGE;
-    const int item = (int)blockIdx.x;
-    if (item >= *a.n_units * a.kv.n_kv_heads) {
+    const rk_task t = rk_task_of(a, blockIdx.x);
+    if (!t.any) {
         return;
     }
-    const rk_task t = rk_task_of(a, item);
     const layout l = layout_of<S>(t.unit.pair_end - t.unit.pair_begin);
     state<N, DIM> w = {};
 #pragma unroll

@@ -14,6 +14,7 @@
 
 /* One unit for one KV head, and the keys that any of its pairs uses. */
 struct rk_task {
+    bool any; /* is there such a unit? If not, the rest means nothing */
     rk_work_unit unit;
     int kv_head, group, first_row;
     int key_begin, key_end;   /* some pair uses them */
@@ -21,11 +22,13 @@ struct rk_task {
 };
 
 __device__ __forceinline__ rk_task rk_task_of(const rk_cuda_attention &a,
-                                              int item)
+                                              unsigned block)
 {
     rk_task t;
-    t.unit = a.units[item / a.kv.n_kv_heads];
-    t.kv_head = item % a.kv.n_kv_heads;
+    const int unit = (int)block / a.kv.n_kv_heads;
+    t.any = unit < *a.n_units;
+    t.unit = a.units[unit]; /* the two loads are under way together */
+    t.kv_head = (int)block % a.kv.n_kv_heads;
     t.group = a.n_heads / a.kv.n_kv_heads;
     t.first_row = t.unit.pair_begin / t.group;
     t.key_begin = t.unit.key_begin;
@@ -68,13 +71,19 @@ __device__ __forceinline__ int64_t rk_pair_at(const rk_cuda_attention &a,
            a.kv.head_dim;
 }
 
-/* Byte of the layer where K of one key of the task begins; V is
+/* The block that holds a key of the task. */
+__device__ __forceinline__ int rk_block_of(const rk_cuda_attention &a,
+                                           const rk_task &t, int key)
+{
+    return a.tables[t.unit.table + (key >> a.kv.block_shift)];
+}
+
+/* Byte of the layer where K of a key in this block begins; V is
  * rk_value_offset behind it. */
 __device__ __forceinline__ int64_t rk_key_at(const rk_cuda_attention &a,
-                                             const rk_task &t, int key,
-                                             int row_bytes)
+                                             const rk_task &t, int block,
+                                             int key, int row_bytes)
 {
-    const int block = a.tables[t.unit.table + (key >> a.kv.block_shift)];
     const int offset = key & ((1 << a.kv.block_shift) - 1);
     return block * a.kv.block_bytes +
            (((int64_t)t.kv_head << a.kv.block_shift) + offset) * row_bytes;

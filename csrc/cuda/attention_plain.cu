@@ -154,11 +154,10 @@ __global__ void __launch_bounds__(THREADS, 2)
     RK_SHARED(float, queries, [PAIRS * STRIDE]);
     RK_SHARED(float, cells, [KEYS * STRIDE]); /* of K, then of V */
     RK_SHARED(float, weights, [PAIRS][KEYS]);
-    const int item = (int)blockIdx.x;
-    if (item >= *a.n_units * a.kv.n_kv_heads) {
+    const rk_task t = rk_task_of(a, blockIdx.x);
+    if (!t.any) {
         return;
     }
-    const rk_task t = rk_task_of(a, item);
     const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
     const int head_dim = a.kv.head_dim, out_begin = blockIdx.y * OUT;
     const int row_bytes = head_dim * (int)sizeof(T);
@@ -181,7 +180,9 @@ __global__ void __launch_bounds__(THREADS, 2)
             return row < n_keys
                        ? reinterpret_cast<const T *>(
                              a.kv.layer +
-                             rk_key_at(a, t, key + row, row_bytes) + offset)
+                             rk_key_at(a, t, rk_block_of(a, t, key + row),
+                                       key + row, row_bytes) +
+                             offset)
                        : nullptr;
         };
         float p[MINE] = {};

@@ -125,7 +125,7 @@ typedef struct rk_cuda_attention {
     float *partials;           /* (max_partials, n_heads, head_dim) */
     float *sums;               /* (max_partials, n_heads, 2): maximum, sum */
     int32_t n_blocks; /* thread blocks to launch, no fewer than *n_units *
-                       * n_kv_heads */
+                       * n_kv_heads; `units` has room for each */
     bool wide;        /* rk_work.wide */
     bool merge;       /* false: rk_work.n_partials is 0 */
 } rk_cuda_attention;
