@@ -14,16 +14,23 @@ constexpr int THREADS = 128; /* where threads are independent */
 constexpr int MAX_ROW_THREADS = 512;
 constexpr int MAX_WARPS = MAX_ROW_THREADS / RK_WARP;
 
+/* Of the grid. 32 bits are enough: no array that a kernel here takes apart has
+ * as many parts. */
+__device__ __forceinline__ unsigned thread_number()
+{
+    return blockIdx.x * THREADS + threadIdx.x;
+}
+
 /* Eight elements of a row: this thread's, of n rows cut into `parts`. */
 struct piece {
     int64_t row;
     int at;
 };
 
-__device__ __forceinline__ piece piece_of(int parts)
+__device__ __forceinline__ piece piece_of(unsigned parts)
 {
-    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    return {i / parts, (int)(i % parts) * 8};
+    const unsigned i = thread_number();
+    return {(int64_t)(i / parts), (int)(i % parts) * 8};
 }
 
 int parts_of(int width)
@@ -42,9 +49,10 @@ __global__ void __launch_bounds__(THREADS)
     angles(float *cosine, float *sine, const int32_t *positions,
            const double *inv_freq, int n, int half)
 {
-    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (i < (int64_t)n * half) {
-        const double angle = (double)positions[i / half] * inv_freq[i % half];
+    const unsigned i = thread_number(), row = i / (unsigned)half;
+    if (row < (unsigned)n) {
+        const double angle =
+            (double)positions[row] * inv_freq[i % (unsigned)half];
         cosine[i] = (float)cos(angle);
         sine[i] = (float)sin(angle);
     }
@@ -54,7 +62,7 @@ template <class T>
 __global__ void __launch_bounds__(THREADS)
     embed(float *out, const T *table, const int32_t *tokens, int n, int width)
 {
-    const piece p = piece_of((width + 7) / 8);
+    const piece p = piece_of((unsigned)(width + 7) / 8);
     if (p.row < n) {
         float x[8];
         const bool whole = width % 8 == 0;
@@ -112,7 +120,7 @@ __global__ void __launch_bounds__(MAX_ROW_THREADS)
 __global__ void __launch_bounds__(THREADS)
     add_bias(float *out, const float *bias, int n, int width)
 {
-    const piece p = piece_of((width + 7) / 8);
+    const piece p = piece_of((unsigned)(width + 7) / 8);
     if (p.row < n) {
         float x[8], b[8];
         const bool whole = width % 8 == 0;
@@ -210,19 +218,20 @@ template <class T>
 __global__ void __launch_bounds__(THREADS)
     rotate(rk_cuda_rotation r, rk_cuda_kv kv)
 {
-    const int half = kv.head_dim / 2, quads = (half + 3) / 4;
-    const int n_heads = r.n_heads + 2 * kv.n_kv_heads;
-    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    const int64_t row = i / quads / n_heads;
+    const int half = kv.head_dim / 2;
+    const unsigned quads = (unsigned)(half + 3) / 4;
+    const unsigned n_heads = (unsigned)(r.n_heads + 2 * kv.n_kv_heads);
+    const unsigned i = thread_number(), head_number = i / quads;
+    const int64_t row = head_number / n_heads;
     const int at = (int)(i % quads) * 4;
-    int head = (int)(i / quads % n_heads);
+    int head = (int)(head_number % n_heads);
     if (row >= r.n) {
         return;
     }
     const bool whole = half % 4 == 0;
     const pairs p =
         r.interleaved ? pairs{2 * at, 2 * at + 1, 2} : pairs{at, half + at, 1};
-    const float *from = r.qkv + (row * n_heads + head) * kv.head_dim;
+    const float *from = r.qkv + (int64_t)head_number * kv.head_dim;
     const bool query = head < r.n_heads;
     const bool value = head >= r.n_heads + kv.n_kv_heads;
     const float *bias = query   ? r.query_bias
@@ -246,11 +255,15 @@ __global__ void __launch_bounds__(THREADS)
     if (!value) {
         float c[4], s[4];
         const int64_t angle = row * half + at;
+        if (whole) {
+            rk_load4(c, r.cosine + angle);
+            rk_load4(s, r.sine + angle);
+        } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const bool in = at + j < half;
-            c[j] = in ? r.cosine[angle + j] : 0.0f;
-            s[j] = in ? r.sine[angle + j] : 0.0f;
+            for (int j = 0; j < 4; j++) {
+                c[j] = at + j < half ? r.cosine[angle + j] : 0.0f;
+                s[j] = at + j < half ? r.sine[angle + j] : 0.0f;
+            }
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -287,7 +300,7 @@ __global__ void __launch_bounds__(THREADS)
     swiglu(T *out, const float *gate, const float *up, int64_t stride, int n,
            int ffn)
 {
-    const piece p = piece_of((ffn + 7) / 8);
+    const piece p = piece_of((unsigned)(ffn + 7) / 8);
     if (p.row < n) {
         float g[8], u[8];
         const bool whole = ffn % 8 == 0 && stride % 4 == 0;
