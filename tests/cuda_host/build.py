@@ -26,7 +26,7 @@ C = ["-std=c11", "-D_GNU_SOURCE", *COMMON]
 CXX = ["-std=c++17", "-Wno-unknown-pragmas", *COMMON]
 
 
-def sources(root: Path = ROOT) -> list[Path]:
+def sources(root: Path) -> list[Path]:
     """What makes the library, from the tree at `root`."""
     found = [root / "csrc" / "error.c", *sorted((root / "csrc" / "cuda").glob("*.c*"))]
     return [p for p in found if p.suffix in (".c", ".cu")] + runtime()
@@ -60,11 +60,13 @@ def _run(command: list[str]) -> None:
 
 
 @cache
-def build(root: Path = ROOT, probes: bool = False) -> Path:
-    """Path of the shared object made from `root`/csrc; RuntimeError with the compiler's text.
+def build(probes: bool = False) -> Path:
+    """Path of the shared object; RuntimeError with the compiler's text.
 
-    probes: the runtime with the kernels of probes.cu instead, for the runtime's own tests.
+    RKSC_CUDA_ROOT: another tree than this one, for mutate.py. probes: the runtime with the kernels
+    of probes.cu instead, for the runtime's own tests.
     """
+    root = Path(os.environ.get("RKSC_CUDA_ROOT", ROOT))
     files = [*runtime(), HERE / "probes.cu"] if probes else sources(root)
     BUILD.mkdir(parents=True, exist_ok=True)
     texts = [*(root / "csrc").rglob("*.h"), *(root / "csrc").rglob("*.cuh"), *HERE.rglob("*.h")]
