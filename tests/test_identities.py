@@ -444,10 +444,6 @@ class Walk:
             for _ in range(c % 8):
                 for token in self.session.step():
                     made[token.branch.id] += [token.token] if token.token >= 0 else []
-                    if token.finish_reason == "failed":
-                        assert isinstance(token.error, CapacityError)
-                        assert "blocks" in str(token.error)
-                        failed.add(token.branch.id)
         finally:
             for request in requests:
                 self.session.cancel(request)
