@@ -211,13 +211,13 @@ def test_harness_equals_hf(harness: Any, smollm2: Model, tmp_path: Path) -> None
     """Item by item, with 25 and 5 examples, in float32; few items, because hf takes its time."""
     harness.write_tasks(tmp_path, max_gen_toks=24)
     path = Path(str(smollm2.path))
-    ours, theirs = harness.rksc_model(path), harness.hf_model(path, 4)
-    for task, limit in (("rksc_arc", 2), ("rksc_gsm8k", 2)):
+    ours, theirs = harness.rksc_model(path), harness.hf_model(path, 1)
+    for task, limit in (("rksc_arc", 1), ("rksc_gsm8k", 2)):
         a, b = (harness.evaluate(lm, tmp_path, task, limit) for lm in (ours, theirs))
         assert len(a) == limit
         assert a == b if task == "rksc_gsm8k" else close(a, b)
     reused = ours.engine.session.stats().tokens_reused
-    assert reused > 1000  # the second item's examples, and the choices' context
+    assert reused > 500  # GSM8K's second item finds the examples
 
     from lm_eval.api.instance import Instance
 

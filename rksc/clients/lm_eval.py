@@ -44,7 +44,8 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
     pretrained: a folder or .gguf file, or a `rksc.Model`, session or client. max_length: tokens of
     context and continuation (default: the model's positions); longer contexts lose their
     beginning. max_gen_toks: new tokens unless a task says otherwise. add_bos_token: None
-    puts a BOS where the model wants one. Other arguments are the session's.
+    puts a BOS where the model wants one. batch_size: samples that run at once. device is not
+    looked at, because the harness fills in one of its own. Other arguments are the session's.
     """
 
     def __init__(
@@ -59,8 +60,6 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         **options: Any,
     ) -> None:
         super().__init__()
-        if device not in (None, "cpu"):
-            raise ValueError(f"device={device!r}: rksc's harness model runs on the CPU")
         unknown = set(options) - _ENGINE_OPTIONS
         if unknown:
             raise ValueError(f"{sorted(unknown)[0]}: not an argument of the rksc model")
