@@ -388,7 +388,7 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total)
 {
     ENTER("cudaMemGetInfo");
     *total = options.memory;
-    *free = options.memory - used_bytes[device_now];
+    *free = options.memory - std::min(options.memory, used_bytes[device_now]);
     return cudaSuccess;
 }
 
@@ -407,7 +407,8 @@ cudaError_t cudaMalloc(void **memory, size_t bytes)
     if (bytes == 0) {
         return cudaSuccess;
     }
-    if (bytes > options.memory - used_bytes[device_now]) {
+    if (bytes > options.memory ||
+        used_bytes[device_now] > options.memory - bytes) {
         return last = cudaErrorMemoryAllocation;
     }
     if (arena == nullptr) {
