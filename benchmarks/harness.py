@@ -99,7 +99,7 @@ def hf_model(path: Path, batch_size: int) -> Any:
     the file's own pipeline: transformers would parse the whole file once more for its."""
     import torch
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
     import rksc
 
@@ -107,8 +107,9 @@ def hf_model(path: Path, batch_size: int) -> Any:
     assert tokenizer is not None
     bos, eos = (tokenizer.decode([i], special=True) for i in (tokenizer.bos_id, tokenizer.eos_id))
     model = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    )
+        str(path.parent), dtype=torch.float32, gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
     return HFLM(
         pretrained=model,
         tokenizer=PreTrainedTokenizerFast(

@@ -59,14 +59,15 @@ def run_rksc(work: dict[str, Any]) -> dict[str, Any]:
 
 def run_transformers(work: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     if work["threads"]:
         torch.set_num_threads(work["threads"])
     path = Path(work["model"])
     model = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=getattr(torch, work["dtype"])
-    )
+        str(path.parent), dtype=getattr(torch, work["dtype"]), gguf_file=path.name,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
     torch.manual_seed(SEED)
     began = time.perf_counter()
     with torch.inference_mode():
