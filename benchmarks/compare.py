@@ -200,14 +200,15 @@ def table(data: Mapping[str, Any]) -> str:
                 f"{own + ', ' + what:38}{v['median']:>7.3f}{between:>16}{must:>7.2f}{aim:>6.2f}"
                 f"  {verdict(v['median'], must, aim, most=False)}"
             )
-    same = "the same, bit for bit" if made["exact"] else "DIFFERENT"
     lines += [
         "",
         f"medians of {made['rounds']} rounds; agree: new tokens before the first difference from "
         "rksc's, the worst round.",
-        f"Tokens and scores of rksc with and without sharing: {same}. Contestants that should "
-        f"sleep took at most {made['others_cpu']:.1%} of a core.",
+        f"Contestants that should sleep took at most {made['others_cpu']:.1%} of a core.",
     ]
+    if "No-KV" in data["families"].values():
+        same = "the same, bit for bit" if made["exact"] else "DIFFERENT"
+        lines.append(f"Tokens and scores of rksc with and without sharing: {same}.")
     return "\n".join(lines)
 
 
