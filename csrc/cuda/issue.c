@@ -138,6 +138,9 @@ void cuda_issue(cuda_device *dev, const cuda_op *op)
     const rk_config *c = &dev->config;
     const cuda_facts *f = &dev->facts;
     cudaStream_t stream = dev->context->stream;
+    if (dev->error.status != RK_OK) {
+        return; /* its facts may not have come: nothing runs on what is there */
+    }
     switch ((cuda_kind)op->kind) {
     case CUDA_BEGIN:
         CUDA_TRY(dev, rk_cuda_angles, dev->cosine, dev->sine,

@@ -195,13 +195,14 @@ void cuda_play(cuda_device *dev)
     send(dev);
     cuda_graph *graph = find_graph(dev);
     bool seen = graph != NULL && graph->used > 0;
+    bool sound = dev->error.status == RK_OK;
     if (graph != NULL) {
         graph->used = ++dev->n_plays;
     }
-    if (seen && graph->exec == NULL && dev->error.status == RK_OK) {
+    if (seen && graph->exec == NULL && sound) {
         capture(dev, graph);
     }
-    if (graph != NULL && graph->exec != NULL) {
+    if (graph != NULL && graph->exec != NULL && sound) {
         dev->n_replays++;
         CUDA_TRY(dev, cudaGraphLaunch, graph->exec, dev->context->stream);
     } else {

@@ -36,6 +36,7 @@ constexpr size_t STACK = size_t(64) << 10;
 #endif
 constexpr size_t PAGE = 4096, SHARED = size_t(227) << 10;
 constexpr size_t SHARED_BEFORE_ATTRIBUTE = size_t(48) << 10;
+constexpr size_t MOST = 1024; /* threads of a block */
 constexpr unsigned char POISON = 0xff;
 
 /* ---- switching ----------------------------------------------------------- */
@@ -179,6 +180,7 @@ void live()
 
 void make_fibers(size_t n)
 {
+    fibers.reserve(MOST); /* they stay where they are */
     while (fibers.size() < n) {
         void *memory =
             mmap(nullptr, STACK + PAGE, PROT_READ | PROT_WRITE,
@@ -229,11 +231,11 @@ void start_block(unsigned n_threads)
     running.at_barrier = 0;
     running.shared.clear();
     running.shared_bytes = running.dynamic_bytes;
-    std::memset(shared_memory, POISON, running.dynamic_bytes);
 #if defined(__SANITIZE_ADDRESS__)
     __asan_poison_memory_region(shared_memory, SHARED);
     __asan_unpoison_memory_region(shared_memory, running.dynamic_bytes);
 #endif
+    std::memset(shared_memory, POISON, running.dynamic_bytes);
     for (auto &warp : warps) {
         warp.clear();
     }
