@@ -39,6 +39,12 @@ KINDS = [(isa, dtype) for isa in ISAS for dtype in ("float32", "bfloat16")]
 kinds = pytest.mark.parametrize(("isa", "dtype"), KINDS)
 
 
+def compare_tokens(dtype: str) -> None:
+    """Off the CPU a bfloat16 row may choose another token where two logits are nearly equal."""
+    if DEVICE != "cpu" and dtype == "bfloat16":
+        pytest.skip("tokens of bfloat16 are the same to the bit on the CPU alone")
+
+
 def examples(n: int) -> Any:
     return settings(
         max_examples=n * TIMES,
@@ -233,6 +239,7 @@ def test_across_tiles(name: str, isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_evicted_is_never_evicted(temperature: float, isa: str, dtype: str) -> None:
     """Branches that were pushed out of a small budget go on as if nothing had happened."""
+    compare_tokens(dtype)
     model, alone = ALL["T4"], Alone("T4", isa, dtype)
     sampling = Sampling(temperature=temperature, seed=11)
     session = open_session(
@@ -497,6 +504,7 @@ def test_random_trees(
     steps: list[Operation],
 ) -> None:
     """Forks, extensions, generations, drops and evictions in any order under a small budget."""
+    compare_tokens(dtype)
     model = ALL[name]
     session = open_session(
         model, isa=isa, dtype=dtype, block_tokens=block_tokens, step_tokens=step_tokens,
