@@ -83,21 +83,21 @@ def _findings(table: Table) -> list[Finding]:
     full = rows[FULL]
     found.append(Finding(
         f"Best of n with full verification is right in {full['right']:.1f} % of "
-        f"{full['problems']}, "
-        f"greedy in {greedy['right']:.1f} %: {-greedy['against full']:+.1f} points "
-        f"[{-greedy['to']:+.1f}, {-greedy['from']:+.1f}].", -greedy["to"] > 0,
+        f"{full['problems']}, greedy in {greedy['right']:.1f} %: {-greedy['against full']:+.1f} "
+        f"points [{-greedy['to']:+.1f}, {-greedy['from']:+.1f}].", -greedy["to"] > 0,
     ))  # fmt: skip
     vote = rows["self-consistency"]
     found.append(Finding(
         f"Self-consistency is right in {vote['right']:.1f} %, {vote['against full']:+.1f} "
-        "points against "
-        f"full verification [{vote['from']:+.1f}, {vote['to']:+.1f}].", vote["against full"] <= 0,
+        f"points against full verification [{vote['from']:+.1f}, {vote['to']:+.1f}].",
+        vote["against full"] <= 0,
     ))  # fmt: skip
     for name in PRESETS:
         row = rows[f"best of n, {name}"]
         found.append(Finding(
             f"{name} changes accuracy by {row['against full']:+.1f} points [{row['from']:+.1f}, "
-            f"{row['to']:+.1f}]: {row['gained']} gained, {row['lost']} lost of {row['problems']}.",
+            f"{row['to']:+.1f}]: {row['gained']} gained, {row['lost']} lost of "
+            f"{row['problems']}.",
             row["from"] > -5,
         ))  # fmt: skip
     return found

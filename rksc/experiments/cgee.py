@@ -245,16 +245,16 @@ def _findings(table: Table) -> list[Finding]:
     for row in table.where(rule="preset").dicts():
         changed = f"{row['winners changed']:.1f} % of winners [{row['low']:.1f}, {row['high']:.1f}]"
         found.append(Finding(
-            f"{row['setting']} saves {row['net of the lens']:.1f} % of the verification's layers "
-            f"after the lens's own cost and changes {changed}, n = {row['problems']}.",
+            f"{row['setting']} saves {row['net of the lens']:.1f} % of the verification's "
+            f"layers after the lens's own cost and changes {changed}, n = {row['problems']}.",
             row["winners changed"] <= 100 * WANTED and row["net of the lens"] > 0,
         ))  # fmt: skip
     level2 = [r for r in table.where(rule="level 2").dicts() if r["winners changed"] <= 5]
     most = max((r["net of the lens"] for r in level2), default=0.0)
     found.append(Finding(
         "Leaving inside the pass (level 2, any lens, any threshold swept) saves at most "
-        f"{most:.1f} % "
-        "of the layers, net of the lens, at no more than 5 % changed winners.", most > 5,
+        f"{most:.1f} % of the layers, net of the lens, at no more than 5 % changed winners.",
+        most > 5,
     ))  # fmt: skip
     layers = table.also["layers"]
     settled = layers.column("settled for good")
@@ -272,9 +272,8 @@ def _findings(table: Table) -> list[Finding]:
     found.append(Finding(
         f"Choosing by verification is right in {verification['right']:.1f} % "
         f"[{verification['low']:.1f}, {verification['high']:.1f}], by confidence in "
-        f"{right['confidence']['right']:.1f} %, by majority in "
-        f"{right['majority']['right']:.1f} %, by "
-        f"chance in {right['chance']['right']:.1f} %.", verification["right"] > best["right"],
+        f"{right['confidence']['right']:.1f} %, by majority in {right['majority']['right']:.1f} "
+        f"%, by chance in {right['chance']['right']:.1f} %.", verification["right"] > best["right"],
     ))  # fmt: skip
     return found
 

@@ -152,12 +152,10 @@ def _findings(table: Table) -> list[Finding]:
         if len(both) == 2:
             ours, recent = both[RSBCM], both[RECENT]
             found.append(Finding(
-                f"At {budget:.0%} of the peak RSBCM recomputes {ours['recomputed']:,.0f} "
-                "tokens a tree "
-                f"[{ours['low']:,.0f}, {ours['high']:,.0f}], least recently used "
+                f"At {budget:.0%} of the peak RSBCM recomputes {ours['recomputed']:,.0f} tokens "
+                f"a tree [{ours['low']:,.0f}, {ours['high']:,.0f}], least recently used "
                 f"{recent['recomputed']:,.0f} [{recent['low']:,.0f}, {recent['high']:,.0f}]; "
-                "time against "
-                f"no limit {ours['time against no limit']:.2f} and "
+                f"time against no limit {ours['time against no limit']:.2f} and "
                 f"{recent['time against no limit']:.2f}.",
                 ours["recomputed"] <= recent["recomputed"],
             ))  # fmt: skip

@@ -206,8 +206,8 @@ def report(
     )
     if gate is None:
         says = (
-            f"No setting accepts any rewording while it accepts at most {max_false_accept:.1%} of "
-            "the pairs that must not share: leave ASKS off for such prompts."
+            f"No setting accepts any rewording while it accepts at most {max_false_accept:.1%} "
+            "of the pairs that must not share: leave ASKS off for such prompts."
         )
     else:
         says = (
@@ -392,8 +392,7 @@ def _say_cgee(cgee: CGEE, held: Effect, deeper: CGEE | None, pays: bool) -> str:
     level1 = "off" if cgee.skip_top is None else f"top {cgee.skip_top:g}, lead {cgee.skip_lead:g}"
     says = (
         f"kappa {cgee.kappa:g}, level 1 {level1}. On the held-out half it saves "
-        f"{held.saved:.1%} of "
-        f"the verification's layers and changes winners {held.changed}. "
+        f"{held.saved:.1%} of the verification's layers and changes winners {held.changed}. "
     )
     if pays:
         return (

@@ -118,8 +118,8 @@ def _findings(table: Table) -> list[Finding]:
             worst["speed-up"] > 1,
         ),
         Finding(
-            f"The roofline differs from the measured ratio by {np.median(off):.0%} in the median, "
-            f"{max(off):.0%} at most.", bool(np.median(off) < 0.2),
+            f"The roofline differs from the measured ratio by {np.median(off):.0%} in the "
+            f"median, {max(off):.0%} at most.", bool(np.median(off) < 0.2),
         ),
         Finding(
             "Both ways gave the same tokens and scores, bit for bit, in "

@@ -11,6 +11,8 @@ from .runner import time_of
 from .table import Table, show
 
 _ROWS = 40  # a longer table stays in its CSV file
+_TIMED = ("arms", "shape_times", "search_tree")
+_QUIET = 0.7  # of the threads' processors at least, when nobody else wants them
 
 
 def report(tables: Mapping[str, Table], out: str | Path, command: str) -> Path:
@@ -28,16 +30,22 @@ def _page(tables: Mapping[str, Table], folder: Path, command: str) -> list[str]:
     lines = ["# Results", ""]
     wall, cpu = (seconds / 60 for seconds in time_of(folder))
     lines += [
-        f"Made by `{command}` with {meta['model']} ({meta['architecture']}) in {meta['dtype']} on "
-        f"{meta['machine']} ({meta['isa']}, {meta['n_threads']} threads), rksc {meta['rksc']}, "
-        f"seed {meta['seed']}. The measurements took {wall:.1f} minutes, {cpu:.1f} minutes of "
-        "processor time.", "",
+        f"Made by `{command}` with {meta['model']} ({meta['architecture']}) in {meta['dtype']} "
+        f"on {meta['machine']} ({meta['isa']}, {meta['n_threads']} threads), rksc "
+        f"{meta['rksc']}, seed {meta['seed']}. The measurements took {wall:.1f} minutes, "
+        f"{cpu:.1f} minutes of processor time.", "",
     ]  # fmt: skip
     if meta["quick"]:
         lines += [
             "The quick set is small, and so is the model it is meant for. Read every figure "
-            "with its "
-            "interval (95 %, in brackets), and none as a rate to expect of another model.", "",
+            "with its interval (95 %, in brackets), and none as a rate to expect of another "
+            "model.", "",
+        ]  # fmt: skip
+    wall, cpu = time_of(folder, _TIMED)
+    if wall and cpu / wall < _QUIET * meta["n_threads"]:
+        lines += [
+            f"The machine was not quiet: the timed measurements had {cpu / wall:.1f} of "
+            f"{meta['n_threads']} processors. Tokens are counts and stand; times are rough.", "",
         ]  # fmt: skip
     for title, good in (("What speaks against it", False), ("What speaks for it", True)):
         lines += [f"## {title}", ""]

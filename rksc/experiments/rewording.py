@@ -257,16 +257,16 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
     rows = {(r["gate"], r["kind"]): r for r in table.dicts()}
     paper = {kind: rows["the paper's formula on both wordings", kind] for kind in KINDS}
     found.append(Finding(
-        f"The paper's gate (last token, no centre, tau {PAPER_TAU}, alpha {PAPER_ALPHA}) accepts "
-        f"{paper[REWORDING]['accepted']:.0f} % of rewordings, "
-        f"{paper[NUMBER_CHANGED]['accepted']:.0f} % of "
-        f"changed numbers and {paper[UNRELATED]['accepted']:.0f} % of unrelated questions.",
+        f"The paper's gate (last token, no centre, tau {PAPER_TAU}, alpha {PAPER_ALPHA}) "
+        f"accepts {paper[REWORDING]['accepted']:.0f} % of rewordings, "
+        f"{paper[NUMBER_CHANGED]['accepted']:.0f} % of changed numbers and "
+        f"{paper[UNRELATED]['accepted']:.0f} % of unrelated questions.",
         paper[UNRELATED]["accepted"] < 5,
     ))  # fmt: skip
     suffix = {kind: rows["the paper's suffix probe", kind] for kind in KINDS}
     found.append(Finding(
-        "The paper's probe runs the branch's suffix over the root's KV: what it compares depends "
-        "on the root and the suffix, never on the branch's own wording. It accepts "
+        "The paper's probe runs the branch's suffix over the root's KV: what it compares "
+        "depends on the root and the suffix, never on the branch's own wording. It accepts "
         f"{suffix[REWORDING]['accepted']:.0f} % of rewordings and "
         f"{suffix[UNRELATED]['accepted']:.0f} % of unrelated questions, whatever they say.", False,
     ))  # fmt: skip
@@ -276,51 +276,46 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
         found.append(Finding(
             f"Calibrated on {len(first)} questions (guard {gate.guard!r}, pool {gate.pool!r}, "
             f"{gate.probe_layers} layers, alpha {gate.alpha:g}, tau {gate.tau:.3f}), the gate "
-            "accepts on "
-            "the others: "
-            "" + "; ".join(_accepted(rows["calibrated", kind]) for kind in WANTED) + ".",
+            "accepts on the others: "
+            + "; ".join(_accepted(rows["calibrated", kind]) for kind in WANTED) + ".",
             all(_reached(rows["calibrated", kind]) for kind in WANTED),
         ))  # fmt: skip
         saved = rows["calibrated", REWORDING]
         found.append(Finding(
             f"On true rewordings that is {saved['over exact']:+.1f} points of prompt tokens "
-            "reused over "
-            f"exact caching ({saved['tokens reused']:.1f} %).", saved["over exact"] > 0,
+            f"reused over exact caching ({saved['tokens reused']:.1f} %).", saved["over exact"] > 0,
         ))  # fmt: skip
     turned, inside = (rows["calibrated", kind] for kind in (TURNED, TURNED_REWORDING))
     plain = rows["default (numbers guard)", TURNED]
     found.append(Finding(
-        f"One word turned round in an otherwise equal text: the number guard alone lets "
+        "One word turned round in an otherwise equal text: the number guard alone lets "
         f"{plain['accepted']:.0f} % share, with the near-copy guard {turned['accepted']:.0f} % "
         f"(n = {turned['pairs']}). Turned round within a rewording, {inside['accepted']:.0f} % "
-        "share "
-        f"(n = {inside['pairs']}): nothing tried notices that.", inside["accepted"] < 5,
+        f"share (n = {inside['pairs']}): nothing tried notices that.", inside["accepted"] < 5,
     ))  # fmt: skip
     follow = {r["kind"]: r for r in table.also["continuation"].dicts()}
     true, again = follow[REWORDING], follow[AGAIN]
     found.append(Finding(
         "Even for true rewordings, sharing changes the winner's answer in "
-        f"{true['other answer']:.0f} % "
-        f"[{true['answer low']:.0f}, {true['answer high']:.0f}] and the chosen branch in "
-        f"{true['other winner']:.0f} %; other draws of the same wording change the answer in "
-        f"{again['other answer']:.0f} % and the branch in {again['other winner']:.0f} % (n = "
-        f"{true['pairs']}).",
+        f"{true['other answer']:.0f} % [{true['answer low']:.0f}, {true['answer high']:.0f}] "
+        f"and the chosen branch in {true['other winner']:.0f} %; other draws of the same "
+        f"wording change the answer in {again['other answer']:.0f} % and the branch in "
+        f"{again['other winner']:.0f} % (n = {true['pairs']}).",
         true["other answer"] <= again["other answer"],
     ))  # fmt: skip
     if NUMBER_CHANGED in follow:
         number = follow[NUMBER_CHANGED]
         found.append(Finding(
             f"Divergence does not show the damage: KL {number['KL']:.3f} nats for a changed "
-            "number, "
-            f"{true['KL']:.3f} for a true rewording.", number["KL"] > true["KL"],
+            f"number, {true['KL']:.3f} for a true rewording.", number["KL"] > true["KL"],
         ))  # fmt: skip
     return found
 
 
 def _accepted(row: dict[str, Any]) -> str:
     return (
-        f"{row['kind']} {row['accepted']:.1f} % [{row['low']:.1f}, {row['high']:.1f}], "
-        f"n = {row['pairs']}"
+        f"{row['kind']} {row['accepted']:.1f} % [{row['low']:.1f}, {row['high']:.1f}], n = "
+        f"{row['pairs']}"
     )
 
 

@@ -282,14 +282,15 @@ class Log:
             file.write(line.encode())
 
 
-def time_of(out: str | Path) -> tuple[float, float]:
-    """What the measurements below out/raw took all together: seconds on the wall, and of all
-    processors (less than those when others had the machine)."""
+def time_of(out: str | Path, functions: Sequence[str] | None = None) -> tuple[float, float]:
+    """What the measurements below out/raw (None: of all functions) took together: seconds on the
+    wall, and of all processors, which is less where others had the machine."""
     wall = cpu = 0.0
     for path in sorted((Path(out) / "raw").glob("*.jsonl")):
-        for line in path.read_text("utf-8").splitlines():
-            record = json.loads(line)
-            wall, cpu = wall + record["seconds"], cpu + record["cpu"]
+        if functions is None or path.stem in functions:
+            for line in path.read_text("utf-8").splitlines():
+                record = json.loads(line)
+                wall, cpu = wall + record["seconds"], cpu + record["cpu"]
     return wall, cpu
 
 

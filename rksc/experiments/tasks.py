@@ -73,8 +73,8 @@ def find_data(folder: str | Path | None = None) -> Path:
         if any((path / f"{name}.jsonl").is_file() for name in (*SETS, "rewordings")):
             return path
     raise FileNotFoundError(
-        f"no data in {' or '.join(map(str, candidates))}: some of it is share-alike and not in the "
-        "wheel; take data/ of a clone or of the source archive and pass --data FOLDER"
+        f"no data in {' or '.join(map(str, candidates))}: some of it is share-alike and not in "
+        "the wheel; take data/ of a clone or of the source archive and pass --data FOLDER"
     )
 
 

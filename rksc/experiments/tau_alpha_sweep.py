@@ -103,10 +103,9 @@ def _findings(table: Table) -> list[Finding]:
     paper = table.where(probe="prefix, last token", alpha=1.5, guard="none").dicts()
     at = next(r for r in paper if r["tau"] == 0.8)
     found.append(Finding(
-        f"At the paper's tau (0.80, alpha 1.5) the uncentred last token accepts "
+        "At the paper's tau (0.80, alpha 1.5) the uncentred last token accepts "
         f"{at['rewordings']:.0f} % of rewordings, {at['near-duplicates']:.0f} % of "
-        "near-duplicates and "
-        f"{at['unrelated']:.0f} % of unrelated questions.", at["unrelated"] < 5,
+        f"near-duplicates and {at['unrelated']:.0f} % of unrelated questions.", at["unrelated"] < 5,
     ))  # fmt: skip
     depth = min(table.where(probe="prefix, centred mean").column("layers"))
     centred = table.where(probe="prefix, centred mean", layers=depth, alpha=1.5)
@@ -115,16 +114,16 @@ def _findings(table: Table) -> list[Finding]:
     if best is not None:
         found.append(Finding(
             f"Centred, {depth} layers, tau {best['tau']:g}, no guard: {best['rewordings']:.0f} "
-            "% of "
-            f"rewordings and {best['unrelated']:.1f} % of unrelated questions are accepted, but "
-            f"{best['near-duplicates']:.0f} % of near-duplicates with another answer too.",
+            f"% of rewordings and {best['unrelated']:.1f} % of unrelated questions are "
+            f"accepted, but {best['near-duplicates']:.0f} % of near-duplicates with another "
+            "answer too.",
             best["near-duplicates"] < 5,
         ))  # fmt: skip
         for guard in ("numbers", "reworded"):
             same = next(r for r in centred.where(guard=guard).dicts() if r["tau"] == best["tau"])
             found.append(Finding(
-                f"With guard={guard!r} at the same tau: {same['rewordings']:.0f} % of rewordings, "
-                f"{same['near-duplicates']:.1f} % of near-duplicates, "
+                f"With guard={guard!r} at the same tau: {same['rewordings']:.0f} % of "
+                f"rewordings, {same['near-duplicates']:.1f} % of near-duplicates, "
                 f"{same['over exact']:+.0f} points of tokens reused over exact caching.",
                 same["near-duplicates"] <= 1,
             ))  # fmt: skip
@@ -139,8 +138,7 @@ def _findings(table: Table) -> list[Finding]:
     ]
     found.append(Finding(
         f"Alpha hardly matters over {depth} layers: between 0 and 3 it moves acceptance of "
-        "rewordings by "
-        f"at most {max(spread):.1f} points at any tau.", max(spread) < 10,
+        f"rewordings by at most {max(spread):.1f} points at any tau.", max(spread) < 10,
     ))  # fmt: skip
     return found
 
