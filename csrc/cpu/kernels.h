@@ -13,7 +13,9 @@
 
 #include "cpu.h"
 
-#if defined(__clang__)
+#if defined(__SANITIZE_ADDRESS__) /* -O1 cannot always obey, and warns */
+#define UNROLL
+#elif defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
 #define UNROLL _Pragma("GCC unroll 16")

@@ -499,9 +499,13 @@ static int place(rk_weights *w, entry *e, const want *wanted)
 
 static rk_status convert(const rk_weights *w, const entry *e, rk_error *err)
 {
-    rk_strided from = rk_borrowed_strided(&e->lent);
+    rk_strided from;
     rk_status status = RK_OK;
 
+    if (e->copy == NULL && e->fetched == NULL) {
+        return RK_OK; /* in place, or not lent at all */
+    }
+    from = rk_borrowed_strided(&e->lent);
     if (e->fetched != NULL) {
         status = fetch(w, e, &from, err);
     }
