@@ -280,10 +280,15 @@ def _llama3(base: tuple[float, ...], given: dict[str, Any]) -> tuple[float, ...]
 # ---- Hugging Face -------------------------------------------------------------------------
 
 
+def _says_gguf(value: Any) -> bool:
+    """A quantization_config that tells where dense weights came from: transformers unpacks GGUF."""
+    return isinstance(value, Mapping) and value.get("quant_method") == "gguf"
+
+
 def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
     for field, neutral in _NEUTRAL.items():
-        if config.get(field) not in neutral:
+        if config.get(field) not in neutral and not _says_gguf(config[field]):
             raise ValueError(f"config: {field} = {config[field]!r} is not supported")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"config: hidden_act = {config['hidden_act']!r} is not supported (silu)")

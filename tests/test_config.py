@@ -191,6 +191,11 @@ def test_what_is_not_supported_is_named(changes: Any, message: str) -> None:
         of(**changes)
 
 
+def test_dense_weights_that_came_from_a_gguf() -> None:
+    """transformers unpacks a GGUF, but its config goes on to name it."""
+    assert of(quantization_config={"quant_method": "gguf", "gguf_file": "x.gguf"}) == of()
+
+
 def test_attention_bias_is_llamas() -> None:
     assert of(attention_bias=True).architecture == "llama"
     with pytest.raises(ValueError, match="attention_bias"):

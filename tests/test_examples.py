@@ -38,7 +38,8 @@ def run(script: Path, model: Model) -> str:
     done = subprocess.run(
         [sys.executable, str(script), str(model.path)],
         check=False, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8",
+             "TQDM_DISABLE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
