@@ -2,62 +2,13 @@
  * (VPDPBUSD), which wants one side unsigned: 128 is added to the weights, and
  * taken away again 128 times the sum of the activations. */
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #include "int8.h"
-#include "kernels.h"
 
-#define LANES 8
+#include "vector_avx2.h"
+
 #define COLUMNS 4
 
-typedef __m256 vf;
 typedef __m256i vi;
-
-INLINE vf vf_set1(float x)
-{
-    return _mm256_set1_ps(x);
-}
-
-INLINE vf vf_zero(void)
-{
-    return _mm256_setzero_ps();
-}
-
-INLINE __m256i first(int n)
-{
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n),
-                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-INLINE vf vf_load(const float *p)
-{
-    return _mm256_loadu_ps(p);
-}
-
-INLINE vf vf_load_n(const float *p, int n)
-{
-    return _mm256_maskload_ps(p, first(n));
-}
-
-INLINE void vf_store_n(float *p, vf x, int n)
-{
-    _mm256_maskstore_ps(p, first(n), x);
-}
-
-INLINE vf vf_add(vf a, vf b)
-{
-    return _mm256_add_ps(a, b);
-}
-
-INLINE vf vf_mul(vf a, vf b)
-{
-    return _mm256_mul_ps(a, b);
-}
-
-INLINE vf vf_fma(vf a, vf b, vf c)
-{
-    return _mm256_fmadd_ps(a, b, c);
-}
 
 INLINE vi vi_set1(int32_t x)
 {

@@ -1,56 +1,10 @@
 /* Products in integers for every machine; no fused multiply-add. */
 #include "int8.h"
 
-#include "kernels.h"
+#include "vector_portable.h"
 
-#define LANES 4
 #define COLUMNS 4
 #define OFFSET_BYTES 0
-
-typedef v4 vf;
-typedef int32_t vi __attribute__((vector_size(16)));
-
-INLINE vf vf_set1(float x)
-{
-    return (vf){x, x, x, x};
-}
-
-INLINE vf vf_zero(void)
-{
-    return vf_set1(0.0f);
-}
-
-INLINE vf vf_load(const float *p)
-{
-    return v4_load(p);
-}
-
-INLINE vf vf_load_n(const float *p, int n)
-{
-    vf x = vf_zero();
-    memcpy(&x, p, (size_t)n * sizeof *p);
-    return x;
-}
-
-INLINE void vf_store_n(float *p, vf x, int n)
-{
-    memcpy(p, &x, (size_t)n * sizeof *p);
-}
-
-INLINE vf vf_add(vf a, vf b)
-{
-    return a + b;
-}
-
-INLINE vf vf_mul(vf a, vf b)
-{
-    return a * b;
-}
-
-INLINE vf vf_fma(vf a, vf b, vf c)
-{
-    return a * b + c;
-}
 
 INLINE vi vi_set1(int32_t x)
 {
