@@ -205,6 +205,33 @@ static inline size_t rk_block_bytes(const rk_config *config, rk_type compute,
            (compute == RK_BF16 ? 2u : 4u);
 }
 
+/* The sizes that every backend wants; `machine` is named where it matters. */
+static inline rk_status rk_check_sizes(const char *machine, const rk_config *c,
+                                       const rk_extent *e, rk_error *err)
+{
+    if (e->compute != RK_F32 && e->compute != RK_BF16) {
+        return rk_fail(err, RK_EVALUE, "%s computes in F32 or BF16", machine);
+    }
+    if (e->block_tokens < 1 || e->block_tokens > RK_TILE ||
+        (e->block_tokens & (e->block_tokens - 1)) != 0) {
+        return rk_fail(err, RK_EVALUE,
+                       "block_tokens: %d is not a power of two in 1 .. %d",
+                       (int)e->block_tokens, RK_TILE);
+    }
+    if (e->n_blocks < 1 || e->n_blocks > INT32_MAX || e->max_rows < 1 ||
+        e->max_outputs < 1) {
+        return rk_fail(err, RK_EVALUE,
+                       "n_blocks, max_rows and max_outputs must be positive");
+    }
+    if (c->n_layers < 1 || c->width < 1 || c->ffn_width < 1 ||
+        c->n_kv_heads < 1 || c->n_heads < c->n_kv_heads ||
+        c->n_heads % c->n_kv_heads != 0 || c->head_dim < 2 ||
+        c->head_dim % 2 != 0 || c->vocab_size < 1 || c->inv_freq == NULL) {
+        return rk_fail(err, RK_EVALUE, "config: a size is not usable");
+    }
+    return RK_OK;
+}
+
 /* ---- backends ------------------------------------------------------------ */
 
 /* Instruction sets of the CPU backend, weakest first. */

@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0, 1),
     "partial_rotary_factor": (None, 1, 1.0),
     "qk_norm": (None, False),
-    "quantization_config": (None,),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
     "use_mrope": (None, False),
@@ -280,16 +279,16 @@ def _llama3(base: tuple[float, ...], given: dict[str, Any]) -> tuple[float, ...]
 # ---- Hugging Face -------------------------------------------------------------------------
 
 
-def _says_gguf(value: Any) -> bool:
-    """A quantization_config that tells where dense weights came from: transformers unpacks GGUF."""
-    return isinstance(value, Mapping) and value.get("quant_method") == "gguf"
-
-
 def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
     for field, neutral in _NEUTRAL.items():
-        if config.get(field) not in neutral and not _says_gguf(config[field]):
+        if config.get(field) not in neutral:
             raise ValueError(f"config: {field} = {config[field]!r} is not supported")
+    packed = config.get("quantization_config")
+    if packed is not None and not (  # transformers unpacks a GGUF, and goes on to name it
+        isinstance(packed, Mapping) and packed.get("quant_method") == "gguf"
+    ):
+        raise ValueError(f"config: quantization_config = {packed!r} is not supported")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"config: hidden_act = {config['hidden_act']!r} is not supported (silu)")
     if config.get("attention_bias") not in (None, False) and architecture != "llama":

@@ -168,27 +168,7 @@ static rk_status check(const rk_config *c, const rk_extent *e, rk_isa isa,
         return rk_fail(err, RK_EVALUE, "n_threads: %d is not in 1 .. 1024",
                        n_threads);
     }
-    if (e->compute != RK_F32 && e->compute != RK_BF16) {
-        return rk_fail(err, RK_EVALUE, "the CPU computes in F32 or BF16");
-    }
-    if (e->block_tokens < 1 || e->block_tokens > RK_TILE ||
-        (e->block_tokens & (e->block_tokens - 1)) != 0) {
-        return rk_fail(err, RK_EVALUE,
-                       "block_tokens: %d is not a power of two in 1 .. %d",
-                       (int)e->block_tokens, RK_TILE);
-    }
-    if (e->n_blocks < 1 || e->n_blocks > INT32_MAX || e->max_rows < 1 ||
-        e->max_outputs < 1) {
-        return rk_fail(err, RK_EVALUE,
-                       "n_blocks, max_rows and max_outputs must be positive");
-    }
-    if (c->n_layers < 1 || c->width < 1 || c->ffn_width < 1 ||
-        c->n_kv_heads < 1 || c->n_heads < c->n_kv_heads ||
-        c->n_heads % c->n_kv_heads != 0 || c->head_dim < 2 ||
-        c->head_dim % 2 != 0 || c->vocab_size < 1 || c->inv_freq == NULL) {
-        return rk_fail(err, RK_EVALUE, "config: a size is not usable");
-    }
-    return RK_OK;
+    return rk_check_sizes("the CPU", c, e, err);
 }
 
 static size_t larger(size_t a, size_t b)
