@@ -15,7 +15,7 @@ from typing import Any
 import native
 import numpy as np
 from native import RK_BF16, RK_OK
-from oprig import GUARD, Array, Plan, Shape, matrix
+from oprig import GUARD, Array, Plan, Shape, describe, matrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda_host"))
 import build as cuda_host
@@ -75,15 +75,7 @@ class CudaRig(native.Device):
     """A device of one shape and type, made by the CUDA backend."""
 
     def __init__(self, shape: Shape, compute: int) -> None:
-        half = shape.head_dim // 2
-        freq = np.array(shape.inv_freq or [10000.0 ** (-i / half) for i in range(half)])
-        names = ["n_layers", "width", "ffn_width", "n_heads", "n_kv_heads", "head_dim"]
-        names += ["vocab_size", "rope_interleaved", "window", "window_from"]
-        config = native.Config(**{name: getattr(shape, name) for name in names})
-        config.norm_eps, config.max_positions = 1e-5, 1 << 20
-        config.inv_freq = freq.ctypes.data
-        names = ["block_tokens", "n_blocks", "max_rows", "max_outputs"]
-        extent = native.Extent(compute=compute, **{n: getattr(shape, n) for n in names})
+        config, extent, freq = describe(shape, compute)
         _, calls, gpu = library()
         self._memory, error = c.c_void_p(), native.Error()
         status = calls.create(

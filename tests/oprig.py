@@ -115,19 +115,25 @@ class Shape:
     inv_freq: list[float] = field(default_factory=list)
 
 
+def describe(shape: Shape, compute: int) -> tuple[native.Config, native.Extent, Array]:
+    """What a backend is told of `shape`, and the inv_freq that the config points to: keep it."""
+    half = shape.head_dim // 2
+    freq = np.array(shape.inv_freq or [10000.0 ** (-i / half) for i in range(half)])
+    names = ["n_layers", "width", "ffn_width", "n_heads", "n_kv_heads", "head_dim"]
+    names += ["vocab_size", "rope_interleaved", "window", "window_from"]
+    config = native.Config(**{name: getattr(shape, name) for name in names})
+    config.norm_eps, config.max_positions = 1e-5, 1 << 20
+    config.inv_freq = freq.ctypes.data
+    names = ["block_tokens", "n_blocks", "max_rows", "max_outputs", "int8"]
+    extent = native.Extent(compute=compute, **{n: getattr(shape, n) for n in names})
+    return config, extent, freq
+
+
 class Rig(native.Device):
     """A device of one shape, type, instruction set and number of threads."""
 
     def __init__(self, shape: Shape, compute: int, isa: int, n_threads: int = 1) -> None:
-        half = shape.head_dim // 2
-        freq = np.array(shape.inv_freq or [10000.0 ** (-i / half) for i in range(half)])
-        names = ["n_layers", "width", "ffn_width", "n_heads", "n_kv_heads", "head_dim"]
-        names += ["vocab_size", "rope_interleaved", "window", "window_from"]
-        config = native.Config(**{name: getattr(shape, name) for name in names})
-        config.norm_eps, config.max_positions = 1e-5, 1 << 20
-        config.inv_freq = freq.ctypes.data
-        names = ["block_tokens", "n_blocks", "max_rows", "max_outputs", "int8"]
-        extent = native.Extent(compute=compute, **{n: getattr(shape, n) for n in names})
+        config, extent, freq = describe(shape, compute)
         super().__init__(library(), config, extent, isa, n_threads)
         self.shape, self.compute, self.freq = shape, compute, freq
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as c
 import itertools
 import zlib
+from functools import partial
 from typing import Any
 
 import native
@@ -17,7 +18,17 @@ import pytest
 from cudarig import ORDERS, CudaRig, Output, set_order
 from native import RK_BF16, RK_F16, RK_F32
 from oprig import TYPES, Array, Plan, Rig, Row, Shape, act, eps, value
-from test_ops import Cache, candidates, close, draw, philox, rotate, tree, written
+from test_ops import (
+    Cache,
+    candidates,
+    check_extremes,
+    close,
+    draw,
+    philox,
+    rotate,
+    tree,
+    written,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -470,28 +481,8 @@ def test_pick_top_k_across_a_gap() -> None:
 
 
 def test_pick_extremes() -> None:
-    vocab = 300
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((8, vocab)).astype(np.float32)
-    logits[1, 7] = np.nan
-    logits[2] = -np.inf
-    logits[3] = -np.inf
-    logits[3, 9] = -5.0
-    logits[4] *= 1e30
-    logits[5, 11] = np.inf
-    logits[6] = -1e38
-    logits[6, 40:42] = 1e38
-    with CudaRig(Shape(vocab_size=vocab), RK_F32) as rig:
-        for fields in ({}, {"temperature": 1e-5}, {"temperature": 1e-40}, {"temperature": 2.0}):
-            got = pick(rig, logits, [draw(position=i, **fields) for i in range(8)])
-            assert [got[i].token for i in (1, 2, 5)] == [-1, -1, -1]
-            assert got[3].token == 9 and got[3].logprob == 0 and got[3].entropy == 0
-            assert got[4].token == logits[4].argmax()
-            assert got[6].token in (40, 41) and got[6].top == 40
-            assert got[6].entropy == pytest.approx(np.log(2), rel=1e-5)
-            assert all(0 <= got[i].token < vocab for i in (0, 7))
-            if fields.get("temperature", 0) < 1e-4:
-                assert got[0].token == logits[0].argmax()
+    with CudaRig(Shape(vocab_size=300), RK_F32) as rig:
+        check_extremes(300, partial(pick, rig))
 
 
 def test_pick_is_the_cpus() -> None:

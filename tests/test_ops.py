@@ -11,6 +11,8 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import native
@@ -605,9 +607,10 @@ def test_pick_top_k_across_a_gap(kind: tuple[int, int]) -> None:
     assert seen == {0, 50, 200}
 
 
-def test_pick_extremes(kind: tuple[int, int]) -> None:
-    isa, compute = kind
-    vocab = 300
+def check_extremes(
+    vocab: int, picked: Callable[[Array, list[native.Draw]], list[native.Pick]]
+) -> None:
+    """NaN, infinities, one token that is possible, huge and equal logits; `picked`: the op."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((8, vocab)).astype(np.float32)
     logits[1, 7] = np.nan
@@ -618,17 +621,22 @@ def test_pick_extremes(kind: tuple[int, int]) -> None:
     logits[5, 11] = np.inf
     logits[6] = -1e38
     logits[6, 40:42] = 1e38
-    with Rig(Shape(vocab_size=vocab), compute, isa) as rig:
-        for fields in ({}, {"temperature": 1e-5}, {"temperature": 1e-40}, {"temperature": 2.0}):
-            got = pick(rig, logits, [draw(position=i, **fields) for i in range(8)])
-            assert [got[i].token for i in (1, 2, 5)] == [-1, -1, -1]
-            assert got[3].token == 9 and got[3].logprob == 0 and got[3].entropy == 0
-            assert got[4].token == logits[4].argmax()
-            assert got[6].token in (40, 41) and got[6].top == 40
-            assert got[6].entropy == pytest.approx(np.log(2), rel=1e-5)
-            assert all(0 <= got[i].token < vocab for i in (0, 7))
-            if fields.get("temperature", 0) < 1e-4:
-                assert got[0].token == logits[0].argmax()
+    for fields in ({}, {"temperature": 1e-5}, {"temperature": 1e-40}, {"temperature": 2.0}):
+        got = picked(logits, [draw(position=i, **fields) for i in range(8)])
+        assert [got[i].token for i in (1, 2, 5)] == [-1, -1, -1]
+        assert got[3].token == 9 and got[3].logprob == 0 and got[3].entropy == 0
+        assert got[4].token == logits[4].argmax()
+        assert got[6].token in (40, 41) and got[6].top == 40
+        assert got[6].entropy == pytest.approx(np.log(2), rel=1e-5)
+        assert all(0 <= got[i].token < vocab for i in (0, 7))
+        if fields.get("temperature", 0) < 1e-4:
+            assert got[0].token == logits[0].argmax()
+
+
+def test_pick_extremes(kind: tuple[int, int]) -> None:
+    isa, compute = kind
+    with Rig(Shape(vocab_size=300), compute, isa) as rig:
+        check_extremes(300, partial(pick, rig))
 
 
 # ---- threads -----------------------------------------------------------------------------------
