@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import os
-import platform
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from rksc.experiments.runner import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 READ_BYTES = 1 << 30
@@ -59,13 +60,5 @@ def measure(n_threads: int) -> Rates:
 
 def describe() -> str:
     """One line: processor, cores that this process may use, memory."""
-    name = platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Branch
+from .logits import log_softmax
 from .results import Generation
 from .session import BranchSession
 from .solve import Solution
@@ -39,7 +40,7 @@ def fidelity(branch: Branch, reference: Branch, continuation: Tokens) -> Fidelit
     """
     if not len(continuation):
         raise ValueError("continuation is empty: fidelity is compared over its tokens")
-    rows = [_log_softmax(_logits(b, continuation)) for b in (branch, reference)]
+    rows = [log_softmax(_logits(b, continuation)) for b in (branch, reference)]
     own, wanted = rows
     kl = (np.exp(wanted) * (wanted - own)).sum(1)
     agreement = float((own.argmax(1) == wanted.argmax(1)).mean())
@@ -114,9 +115,3 @@ def _logits(branch: Branch, continuation: Tokens) -> NDArray[np.float32]:
     logits = session._logits_at(child, begin, begin + len(continuation))
     child.drop()
     return logits
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-    return result

@@ -14,6 +14,7 @@ import pytest
 from letters import BOS, Letters
 from model_files import TINY, random_weights
 from models import T4
+from reference import log_softmax
 
 from rksc import BranchSession, CapacityError, Model, ModelConfig, Sampling, Tensor
 from rksc.clients import LLM, OpenAI, SamplingParams
@@ -214,11 +215,6 @@ def test_stop_strings_are_left_out_or_kept(client: OpenAI) -> None:
         )  # fmt: skip
         assert answer.choices[0].text == text[: at + len(stop) * kept]
         assert answer.choices[0].finish_reason == "stop"
-
-
-def log_softmax(logits: Any) -> Any:
-    x = np.asarray(logits, np.float64)
-    return x - x.max() - np.log(np.exp(x - x.max()).sum())
 
 
 def test_logprobs_are_those_of_the_model(client: OpenAI) -> None:

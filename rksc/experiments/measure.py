@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..logits import log_softmax
 from ..options import Sampling
 from ..prompts import Wordings
 from ..session import BranchSession
@@ -180,13 +181,6 @@ def _divergence(own: Any, root: Any, tokens: NDArray[np.int32]) -> dict[str, Any
         kl.append(round(float((np.exp(p) * (p - q)).sum()), 6))
         agree.append(int(np.argmax(p) == np.argmax(q)))
     return {"kl": kl, "agree": agree}
-
-
-def log_softmax(logits: Any) -> Vectors:
-    """Over the last axis, in float64."""
-    x = np.asarray(logits, np.float64)
-    x = x - x.max(axis=-1, keepdims=True)
-    return np.asarray(x - np.log(np.exp(x).sum(axis=-1, keepdims=True)))
 
 
 # ---- answers and their verification ------------------------------------------------------------

@@ -171,7 +171,7 @@ class Lab:
             "dtype": session.dtype,
             "isa": session.isa,
             "n_threads": session.n_threads,
-            "machine": f"{_processor()}, {_core.default_threads()} processors",
+            "machine": f"{processor()}, {_core.default_threads()} processors",
             "rksc": __version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
@@ -308,7 +308,8 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
     except OSError:
