@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from .arguments import integer
 from .options import Sampling
 from .prompts import INSTRUCTION, VALUE, Wordings
-from .session import BranchSession, integer, mark
+from .session import BranchSession, mark
 from .solve import Node, Run, Solution, check_room, session_of
 
 if TYPE_CHECKING:

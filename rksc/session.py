@@ -7,12 +7,9 @@ here text becomes tokens, settings become numbers, and rows become the records o
 from __future__ import annotations
 
 import math
-import operator
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,9 +17,11 @@ from numpy.typing import NDArray
 
 from . import _core
 from ._core import Branch
+from .arguments import as_cgee, as_list, distinct, integer, parse_bytes, parse_dtype
 from .config import ModelConfig
 from .guard import is_rewording, same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
+from .requests import Plan, Request
 from .results import Gate, Generation, Stats, Token, Verdict
 from .text import TextStream, check_text, final_text
 from .types import Tokens
@@ -31,42 +30,6 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 Text = str | Tokens
-Event = tuple[int, int, float, float, float, str | None, int, int, Exception | None]
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_OFF = 2.0  # a confidence never reaches it
-_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
-    "float32": "float32", "float": "float32", "f32": "float32", "fp32": "float32",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-}  # fmt: skip
-
-
-def parse_bytes(value: int | str) -> int:
-    """A number of bytes from 1024 or "2GiB", "512MB" (binary units)."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        number = int(value)
-    else:
-        text = str(value).strip().lower()
-        digits = text.rstrip("kmgtib ")
-        unit = text[len(digits) :].strip().removesuffix("b").removesuffix("i")
-        try:
-            number = int(float(digits) * _UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            raise ValueError(f'kv_bytes must be a number or like "2GiB", got {value!r}') from None
-    if number <= 0:
-        raise ValueError(f"kv_bytes must be positive, got {value!r}")
-    return number
-
-
-def parse_dtype(value: Any) -> Literal["float32", "bfloat16"] | None:
-    """ "float32", "bfloat16", "f32", "bf16", torch.bfloat16, numpy.float32; None: the default."""
-    if value is None:
-        return None
-    name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
-    known = _DTYPES.get(name.lower().removeprefix("torch."))
-    if known is None:
-        raise ValueError(f'dtype must be "float32" or "bfloat16", got {value!r}')
-    return known
 
 
 class BranchSession(_core.Session):
@@ -90,7 +53,7 @@ class BranchSession(_core.Session):
     _asks: ASKS | None
     _cgee: CGEE | None
     _token_bytes: list[bytes] | None
-    _requests: dict[int, _Request]
+    _requests: dict[int, Request]
     _stepping: threading.RLock
 
     def __new__(
@@ -114,7 +77,7 @@ class BranchSession(_core.Session):
         hash_bits: int = 64,
         poison: bool = False,
     ) -> BranchSession:
-        cgee = _as_cgee(cgee)
+        cgee = as_cgee(cgee)
         if not isinstance(rsbcm, RSBCM):
             raise ValueError(f"rsbcm must be rksc.RSBCM, got {rsbcm!r}")
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
@@ -191,7 +154,7 @@ class BranchSession(_core.Session):
 
     @cgee.setter
     def cgee(self, cgee: CGEE | None) -> None:
-        self._cgee = _as_cgee(cgee)
+        self._cgee = as_cgee(cgee)
 
     # ---- text ------------------------------------------------------------------------------
 
@@ -325,7 +288,7 @@ class BranchSession(_core.Session):
         On an error or Ctrl-C all branches are as they were. progress(n) is called after every
         step with the number of new tokens; with it, Ctrl-C keeps the tokens so far.
         """
-        branches = _distinct(branches)
+        branches = distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be None or a callable, got {progress!r}")
@@ -352,7 +315,7 @@ class BranchSession(_core.Session):
         sampling: Sampling | None,
         stop: str | Sequence[str],
         stop_ids: Sequence[int] | None,
-    ) -> _Plan:
+    ) -> Plan:
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be rksc.Sampling or None, got {sampling!r}")
@@ -369,12 +332,12 @@ class BranchSession(_core.Session):
         ids = self.config.eos if stop_ids is None else stop_ids
         seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
         max_new_tokens = integer("max_new_tokens", max_new_tokens)
-        return _Plan(max_new_tokens, sampling, stops, tuple(ids), self.cgee, seed)
+        return Plan(max_new_tokens, sampling, stops, tuple(ids), self.cgee, seed)
 
     def _generation(
         self,
         branch: Branch,
-        plan: _Plan,
+        plan: Plan,
         tokens: NDArray[np.int32],
         top_probs: NDArray[np.float32],
         logprobs: NDArray[np.float32],
@@ -406,11 +369,11 @@ class BranchSession(_core.Session):
         (or leaving a `for` by an exception) cancels what still runs; tokens so far stay. An
         error of a branch that cannot go on is raised here, whoever ran the step that met it.
         """
-        branches = _distinct(branches)
+        branches = distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         return self._stream(branches, plan)
 
-    def _stream(self, branches: list[Branch], plan: _Plan) -> Iterator[Token]:
+    def _stream(self, branches: list[Branch], plan: Plan) -> Iterator[Token]:
         requests = self._submit_all(branches, plan, streamed=True)
         try:
             while requests:
@@ -423,7 +386,7 @@ class BranchSession(_core.Session):
                 self.cancel(number)
 
     def _generate_by_steps(
-        self, branches: list[Branch], plan: _Plan, progress: Callable[[int], None]
+        self, branches: list[Branch], plan: Plan, progress: Callable[[int], None]
     ) -> list[Generation]:
         """`_generate` with Python between the steps; the same numbers."""
         requests = self._submit_all(branches, plan, streamed=True)
@@ -448,7 +411,7 @@ class BranchSession(_core.Session):
                 self.cancel(number)
         return [self._collect(request, made[request.branch.id]) for request in all_requests]
 
-    def _collect(self, request: _Request, tokens: list[Token]) -> Generation:
+    def _collect(self, request: Request, tokens: list[Token]) -> Generation:
         kept = [token for token in tokens if token.token >= 0]
         top_probs, logprobs, entropies = (
             np.array([getattr(token, name) for token in kept], np.float32)
@@ -503,16 +466,16 @@ class BranchSession(_core.Session):
             self._cancel(request)
 
     def _submit_all(
-        self, branches: list[Branch], plan: _Plan, *, streamed: bool
-    ) -> dict[int, _Request]:
+        self, branches: list[Branch], plan: Plan, *, streamed: bool
+    ) -> dict[int, Request]:
         """Requests by id, in the order of the branches; all or none."""
         group = secrets.randbits(62) + 1
-        made: dict[int, _Request] = {}
+        made: dict[int, Request] = {}
         with self._stepping:
             try:
                 for branch in branches:
                     number = self._submit(branch, *(*plan.arguments(), group))
-                    made[number] = _Request(number, branch, plan, streamed, self._text_stream(plan))
+                    made[number] = Request(number, branch, plan, streamed, self._text_stream(plan))
             except BaseException:
                 for number in made:
                     self._cancel(number, True)
@@ -520,12 +483,12 @@ class BranchSession(_core.Session):
             self._requests.update(made)
         return made
 
-    def _text_stream(self, plan: _Plan) -> TextStream | None:
+    def _text_stream(self, plan: Plan) -> TextStream | None:
         if self._token_bytes is None:
             return None
         return TextStream(self._token_bytes, plan.stop_strings)
 
-    def _next_tokens(self, wanted: dict[int, _Request]) -> list[Token]:
+    def _next_tokens(self, wanted: dict[int, Request]) -> list[Token]:
         """Tokens of these requests, by one step when none waits; the ended leave `wanted`."""
         with self._stepping:
             if not any(request.waiting or request.end for request in wanted.values()):
@@ -575,8 +538,8 @@ class BranchSession(_core.Session):
         The prompt's tokens are forgotten afterwards. ASKS never decides here: the prompt is
         always computed. yes, no: ids, or texts of exactly one token.
         """
-        branches = _as_list(branches)
-        cgee = self.cgee if cgee == "session" else _as_cgee(cgee)
+        branches = as_list(branches)
+        cgee = self.cgee if cgee == "session" else as_cgee(cgee)
         rows = self._verify(
             branches,
             self.encode(prompt, field="prompt"),
@@ -604,7 +567,7 @@ class BranchSession(_core.Session):
     def select(self, branches: Branch | Sequence[Branch]) -> Branch:
         """The verified branch with the largest score * sqrt(confidence); where none is verified
         the one with the largest confidence. The first on a tie; no confidence counts as 1."""
-        branches = _as_list(branches)
+        branches = as_list(branches)
         if not branches:
             raise ValueError("branches: nothing to select from")
         for i, branch in enumerate(branches):
@@ -627,111 +590,6 @@ def mark(score: float | None, confidence: float | None) -> float:
     """What `select` compares: score * sqrt(confidence), or the confidence without a score."""
     confidence = 1.0 if confidence is None else confidence
     return confidence if score is None else score * math.sqrt(confidence)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What all requests of one call have in common."""
-
-    max_new_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    stop_ids: tuple[int, ...]
-    cgee: CGEE | None
-    seed: int
-
-    @property
-    def stop_strings(self) -> list[bytes]:
-        return [text.encode() for text in self.stop]
-
-    def stopped_by(self, reason: str | None, index: int) -> str | int | None:
-        """The stop string or stop id of an end, None for other ends."""
-        if reason == "stop":
-            return self.stop[index]
-        return self.stop_ids[index] if reason == "eos" else None
-
-    def arguments(self) -> tuple[Any, ...]:
-        """As `_generate` and `_submit` take them."""
-        s, cgee = self.sampling, self.cgee
-        early = (_OFF, 0.0, 1)
-        if cgee is not None and cgee.stop_top is not None:
-            early = (cgee.stop_top, cgee.stop_lead, cgee.min_steps)
-        return (
-            self.max_new_tokens,
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            s.min_p,
-            self.seed,
-            self.stop_ids,
-            self.stop_strings,
-            *early,
-        )
-
-
-@dataclass
-class _Request:
-    """A submitted continuation: tokens that wait to be handed out, and how it ended."""
-
-    number: int
-    branch: Branch
-    plan: _Plan
-    streamed: bool
-    text: TextStream | None
-    waiting: deque[Token] = field(default_factory=deque)
-    end: tuple[str, int, int] | None = None  # finish reason, stop_bytes, stop_index
-
-    def take(self, event: Event) -> None:
-        _, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index, error = event
-        piece = None
-        if self.text is not None:
-            piece = self.text.feed(token) if token >= 0 else ""
-            if finish is not None:
-                piece += self.text.finish(stop_bytes)
-        if finish is not None:
-            self.end = (finish, stop_bytes, stop_index)
-        stop = self.plan.stopped_by(finish, stop_index)
-        self.waiting.append(
-            Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error, stop)
-        )
-
-
-def integer(field: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
-    """An int in [least, most]; a TypeError or ValueError names the field."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{field} must be an int, got {value!r}")
-    number = operator.index(value)
-    if not least <= number <= most:
-        raise ValueError(f"{field} must be in {least} .. {most}, got {number}")
-    return number
-
-
-def _as_cgee(cgee: Any) -> CGEE | None:
-    if cgee is not None and not isinstance(cgee, CGEE):
-        raise ValueError(
-            f"cgee must be rksc.CGEE or None, got {cgee!r} (presets: CGEE(), CGEE.fast(), "
-            "CGEE.paper())"
-        )
-    return cgee
-
-
-def _distinct(branches: Branch | Sequence[Branch]) -> list[Branch]:
-    """`_as_list` for a call that changes branches: each may stand there once."""
-    listed = _as_list(branches)
-    seen: set[int] = set()
-    for branch in listed:
-        if isinstance(branch, Branch) and id(branch) in seen:
-            raise ValueError(f"branches: branch {branch.id} stands there twice")
-        seen.add(id(branch))
-    return listed
-
-
-def _as_list(branches: Branch | Sequence[Branch]) -> list[Branch]:
-    if isinstance(branches, Branch):
-        return [branches]
-    if not isinstance(branches, Iterable):
-        raise TypeError(f"branches must be a rksc.Branch or a sequence of them, got {branches!r}")
-    return list(branches)
 
 
 def _common(rows: list[NDArray[Any]]) -> int:

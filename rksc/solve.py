@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Branch
+from .arguments import integer
 from .options import Sampling
 from .progress import Progress
 from .prompts import INSTRUCTION, VERIFY, Wordings
 from .results import Gate, Generation, Stats, Verdict
-from .session import BranchSession, integer, mark
+from .session import BranchSession, mark
 from .text import check_text
 
 if TYPE_CHECKING:

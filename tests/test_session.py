@@ -15,8 +15,8 @@ from models import T4
 from sessions import block_bytes
 
 from rksc import ASKS, CGEE, RSBCM, BranchSession, CapacityError, Sampling
+from rksc.arguments import parse_bytes, parse_dtype
 from rksc.results import Stats, Token
-from rksc.session import parse_bytes, parse_dtype
 from rksc.text import TextStream, final_text
 
 Make = Callable[..., BranchSession]

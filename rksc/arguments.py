@@ -1,0 +1,84 @@
+"""What callers hand over, checked and in the engine's terms; each error names its argument."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ._core import Branch
+from .options import CGEE
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
+    "float32": "float32", "float": "float32", "f32": "float32", "fp32": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
+}  # fmt: skip
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes from 1024 or "2GiB", "512MB" (binary units)."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        number = int(value)
+    else:
+        text = str(value).strip().lower()
+        digits = text.rstrip("kmgtib ")
+        unit = text[len(digits) :].strip().removesuffix("b").removesuffix("i")
+        try:
+            number = int(float(digits) * _UNITS[unit])
+        except (ValueError, KeyError, OverflowError):
+            raise ValueError(f'kv_bytes must be a number or like "2GiB", got {value!r}') from None
+    if number <= 0:
+        raise ValueError(f"kv_bytes must be positive, got {value!r}")
+    return number
+
+
+def parse_dtype(value: Any) -> Literal["float32", "bfloat16"] | None:
+    """ "float32", "bfloat16", "f32", "bf16", torch.bfloat16, numpy.float32; None: the default."""
+    if value is None:
+        return None
+    name = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+    known = _DTYPES.get(name.lower().removeprefix("torch."))
+    if known is None:
+        raise ValueError(f'dtype must be "float32" or "bfloat16", got {value!r}')
+    return known
+
+
+def integer(field: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    """An int in [least, most]; a TypeError or ValueError names the field."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{field} must be an int, got {value!r}")
+    number = operator.index(value)
+    if not least <= number <= most:
+        raise ValueError(f"{field} must be in {least} .. {most}, got {number}")
+    return number
+
+
+def as_cgee(cgee: Any) -> CGEE | None:
+    if cgee is not None and not isinstance(cgee, CGEE):
+        raise ValueError(
+            f"cgee must be rksc.CGEE or None, got {cgee!r} (presets: CGEE(), CGEE.fast(), "
+            "CGEE.paper())"
+        )
+    return cgee
+
+
+def distinct(branches: Branch | Sequence[Branch]) -> list[Branch]:
+    """`as_list` for a call that changes branches: each may stand there once."""
+    listed = as_list(branches)
+    seen: set[int] = set()
+    for branch in listed:
+        if isinstance(branch, Branch) and id(branch) in seen:
+            raise ValueError(f"branches: branch {branch.id} stands there twice")
+        seen.add(id(branch))
+    return listed
+
+
+def as_list(branches: Branch | Sequence[Branch]) -> list[Branch]:
+    if isinstance(branches, Branch):
+        return [branches]
+    if not isinstance(branches, Iterable):
+        raise TypeError(f"branches must be a rksc.Branch or a sequence of them, got {branches!r}")
+    return list(branches)
