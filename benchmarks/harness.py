@@ -97,6 +97,7 @@ def evaluate(lm: Any, folder: Path, task: str, limit: int) -> list[Any]:
 def hf_model(path: Path, batch_size: int) -> Any:
     """The harness' hf model on the file as transformers reads it, in float32. The tokenizer is
     the file's own pipeline: transformers would parse the whole file once more for its."""
+    import settled_torch  # noqa: F401
     import torch
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import settled_torch  # noqa: F401
 import torch
 import transformers
 from numpy.typing import NDArray
