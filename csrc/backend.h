@@ -122,6 +122,21 @@ typedef struct rk_extent {
                 * integers are exact. The CPU's alone. */
 } rk_extent;
 
+/* Memory of a device on loan to others, who order their work behind ours. It
+ * is there until `release`, whatever becomes of the device. Both calls may
+ * come from any thread. */
+typedef struct rk_lent rk_lent;
+struct rk_lent {
+    void *data;
+    int ordinal; /* of the GPU */
+    /* What `stream` (a cudaStream_t) is given from now on finds the contents.
+     */
+    rk_status (*await)(rk_lent *lent, uintptr_t stream, rk_error *err);
+    /* Once; takes the lent with it. Work that others have queued on the memory
+     * may still be under way. */
+    void (*release)(rk_lent *lent);
+};
+
 typedef struct rk_ops {
     /* -- memory: may fail, may wait; not used inside a step except download */
     void *(*alloc)(rk_device *dev, size_t bytes); /* NULL: out of memory */
@@ -133,6 +148,11 @@ typedef struct rk_ops {
     rk_status (*check)(rk_device *dev, rk_error *err);
     /* Can the device read this address? (If not, weights are uploaded.) */
     bool (*holds)(rk_device *dev, const void *memory);
+    /* Lend what alloc gave, with what the ops so far put into it; *out owns
+     * it from then on. After a failure the caller still does. NULL: the
+     * device's memory is the host's. */
+    rk_status (*lend)(rk_device *dev, rk_lent **out, void *memory,
+                      rk_error *err);
 
     /* -- KV pool: all layers of a block at once */
     void (*kv_copy)(rk_device *dev, int32_t dst_block, int32_t src_block);

@@ -84,14 +84,15 @@ void rk_forward_layer(rk_forward *f, int32_t layer_id, float *x, int32_t n)
     ops->linear(dev, x, f->h, &layer->down, n, true);
 }
 
-/* f->logits = head(norm(x[rows])) for n <= max_outputs rows. */
-static void head(rk_forward *f, const int32_t *rows, int32_t n, bool norm)
+/* logits = head(norm(x[rows])) for n <= max_outputs rows. */
+static void head(rk_forward *f, float *logits, const int32_t *rows, int32_t n,
+                 bool norm)
 {
     rk_device *dev = f->device;
     const rk_ops *ops = dev->ops;
     ops->gather(dev, f->y, f->x, rows, n, f->model->config.width);
     ops->norm(dev, f->a, f->y, norm ? f->model->norm : NULL, n);
-    ops->linear(dev, f->logits, f->a, &f->model->head, n, false);
+    ops->linear(dev, logits, f->a, &f->model->head, n, false);
 }
 
 rk_status rk_forward_fetch(const rk_forward *f, void *host, const void *src,
@@ -109,7 +110,7 @@ rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
     rk_status status = RK_OK;
     for (int32_t i = 0; i < n && status == RK_OK; i += f->max_outputs) {
         int32_t m = n - i < f->max_outputs ? n - i : f->max_outputs;
-        head(f, rows + i, m, norm);
+        head(f, f->logits, rows + i, m, norm);
         dev->ops->pick(dev, f->picks, f->logits, draws + i, m);
         status = rk_forward_fetch(f, picks + i, f->picks,
                                   (size_t)m * sizeof *picks, err);
@@ -120,10 +121,17 @@ rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
 rk_status rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
                             float *logits, rk_error *err)
 {
-    head(f, rows, n, true);
+    head(f, f->logits, rows, n, true);
     return rk_forward_fetch(
         f, logits, f->logits,
         (size_t)n * (size_t)f->model->config.vocab_size * sizeof *logits, err);
+}
+
+rk_status rk_forward_leave(rk_forward *f, const int32_t *rows, int32_t n,
+                           float *logits, rk_error *err)
+{
+    head(f, logits, rows, n, true);
+    return f->device->ops->check(f->device, err);
 }
 
 rk_status rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,

@@ -41,6 +41,11 @@ rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
 rk_status rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
                             float *logits, rk_error *err);
 
+/* The same, left in `logits`: memory of the device, with room for
+ * rk_rows_room(n) rows. */
+rk_status rk_forward_leave(rk_forward *f, const int32_t *rows, int32_t n,
+                           float *logits, rk_error *err);
+
 /* float32 logits of two tokens; answers: host (n, 2). */
 rk_status rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,
                             bool norm, const int32_t ids[2], float *answers,

@@ -1,7 +1,7 @@
-/* The use cases that need no policy: life, branches, KV on demand, reading a
- * branch's distribution and hidden states, scoring.
+/* The use cases that need no policy: life, branches, KV on demand, scoring.
  *
- * Generation is scheduler.c, verification verify.c, ASKS probe.c.
+ * Reading a branch's distribution is peek.c, generation scheduler.c,
+ * verification verify.c, ASKS probe.c.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -368,83 +368,6 @@ void rk_session_invalidate(rk_session *s)
     rk_placed_refresh(s->placed);
 }
 
-/* ---- what a branch would say next ---------------------------------------- */
-
-/* Open a step with one row: the branch's last token, all KV in place. */
-static rk_status open_peek(rk_session *s, rk_branch *branch, rk_error *err)
-{
-    rk_status status = rk_session_compute(s, &branch, 1, err);
-    if (status != RK_OK) {
-        return status;
-    }
-    rk_item item = {branch, branch->n_tokens - 1, branch->n_tokens, false};
-    return rk_step_open(s, &item, 1, NULL, err);
-}
-
-rk_status rk_session_logits(rk_session *s, rk_branch *branch, float *logits,
-                            rk_error *err)
-{
-    rk_status status = open_peek(s, branch, err);
-    if (status != RK_OK) {
-        return status;
-    }
-    status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
-    if (status == RK_OK) {
-        status =
-            rk_forward_logits(&s->forward, s->step.first_rows, 1, logits, err);
-    }
-    rk_step_close(s, status == RK_OK);
-    return status;
-}
-
-rk_status rk_session_logits_at(rk_session *s, rk_branch *branch, int32_t begin,
-                               int32_t end, float *logits, rk_error *err)
-{
-    rk_status status = rk_session_compute(s, &branch, 1, err);
-    while (begin < end && status == RK_OK) {
-        int32_t n = end - begin;
-        n = n < s->options.step_tokens ? n : s->options.step_tokens;
-        n = n < RK_MAX_OUTPUTS ? n : RK_MAX_OUTPUTS;
-        rk_item item = {branch, begin, begin + n, false};
-        status = rk_step_open(s, &item, 1, NULL, err);
-        if (status != RK_OK) {
-            break;
-        }
-        status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
-        if (status == RK_OK) {
-            for (int32_t i = 0; i < n; i++) {
-                s->step.rows[i] = s->step.first_rows[0] + i;
-            }
-            status =
-                rk_forward_logits(&s->forward, s->step.rows, n, logits, err);
-        }
-        rk_step_close(s, status == RK_OK);
-        logits += (size_t)n * (size_t)s->model.config.vocab_size;
-        begin += n;
-    }
-    return status;
-}
-
-rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *hidden,
-                            rk_error *err)
-{
-    rk_status status = open_peek(s, branch, err);
-    size_t width = (size_t)s->model.config.width;
-    if (status != RK_OK) {
-        return status;
-    }
-    for (int32_t l = 0; l < s->model.config.n_layers && status == RK_OK; l++) {
-        status = rk_step_layers(s, l, l + 1, NULL, err);
-        if (status == RK_OK) {
-            status =
-                rk_forward_fetch(&s->forward, hidden + (size_t)l * width,
-                                 s->forward.x, width * sizeof *hidden, err);
-        }
-    }
-    rk_step_close(s, status == RK_OK);
-    return status;
-}
-
 /* ---- scoring ------------------------------------------------------------- */
 
 /* log p(first token | branch) for all continuations: one row, many targets. */
@@ -453,7 +376,7 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
                              const int32_t *lengths, int32_t n,
                              rk_pick *const *picks, rk_error *err)
 {
-    rk_status status = open_peek(s, branch, err);
+    rk_status status = rk_session_peek(s, branch, err);
     if (status != RK_OK) {
         return status;
     }

@@ -115,6 +115,11 @@ rk_status rk_session_check_tokens(const rk_session *s, const char *field,
 rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
                                 int32_t position, rk_error *err);
 
+/* ---- peek.c -------------------------------------------------------------- */
+
+/* Open a step with one row: the branch's last token, all KV in place. */
+rk_status rk_session_peek(rk_session *s, rk_branch *branch, rk_error *err);
+
 /* ---- scheduler.c --------------------------------------------------------- */
 
 void rk_scheduler_free(rk_scheduler *scheduler);

@@ -20,7 +20,7 @@ TARGET = ROOT / "docs" / "api.md"
 # Chapters and the names in them; every public name of the package must be in one.
 CHAPTERS: dict[str, tuple[str, ...]] = {
     "Models": ("load", "Model", "ModelConfig", "Tokenizer", "Tensor"),
-    "Sessions and branches": ("BranchSession", "Branch", "CapacityError"),
+    "Sessions and branches": ("BranchSession", "Branch", "DeviceArray", "CapacityError"),
     "Settings": ("Sampling", "ASKS", "CGEE", "RSBCM"),
     "Results": ("Generation", "Token", "Verdict", "Gate", "Stats"),
     "Solving": ("solve", "search", "Approach", "Solution", "Node", "Phase"),

@@ -6,7 +6,7 @@
 `BranchSession` is the engine underneath: prefill, fork, generate, verify, select.
 """
 
-from ._core import Branch, CapacityError, Tensor
+from ._core import Branch, CapacityError, DeviceArray, Tensor
 from .calibrate import calibrate, calibrate_cgee
 from .config import ModelConfig
 from .guard import is_rewording, numbers, same_numbers
@@ -28,6 +28,7 @@ __all__ = [
     "Branch",
     "BranchSession",
     "CapacityError",
+    "DeviceArray",
     "Gate",
     "Generation",
     "Model",

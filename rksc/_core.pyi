@@ -46,6 +46,33 @@ class Tensor:
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+class DeviceArray:
+    """float32 numbers in the memory of a GPU, made by `Branch.device_logits` and `device_hidden`.
+
+    A DLPack producer: `torch.from_dlpack(array)` (cupy, jax, ...) uses the memory where it lies,
+    row-major, dense and writable, and its stream waits until the numbers are there. The memory
+    goes back when this object and all that was made of it are gone; neither needs the session.
+    Whoever hands such a tensor to another stream than the one that it was imported on orders the
+    two.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> str:
+        """The GPU, such as "cuda:0"."""
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """BufferError: a copy, another device, or a stream that is none (0, below -1)."""
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """(2, n): CUDA, the GPU's number."""
+
 class Branch:
     """One continuation: tokens over KV blocks that it may share with others.
 
@@ -97,6 +124,16 @@ class Branch:
     @property
     def hidden(self) -> NDArray[np.float32]:
         """Residual stream of the last token after each layer, float32 (layers, width)."""
+    @property
+    def device_logits(self) -> DeviceArray | NDArray[np.float32]:
+        """The logits where the session computes, for `torch.from_dlpack` and its like.
+
+        On a GPU the array is the caller's alone, computed on each access; nothing is copied to
+        the host, and nothing waits. On the CPU these are `logits`.
+        """
+    @property
+    def device_hidden(self) -> DeviceArray | NDArray[np.float32]:
+        """`hidden` in the same way."""
     def fork(self, what: int | Sequence[Tokens] = 1, *, at: int | None = None) -> list[Branch]:
         """Children that share this branch's KV: `what` of them, or one for each suffix.
 

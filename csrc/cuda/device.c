@@ -274,6 +274,21 @@ static bool device_holds(rk_device *base, const void *memory)
     return holds;
 }
 
+static rk_status device_lend(rk_device *base, rk_lent **out, void *memory,
+                             rk_error *err)
+{
+    cuda_device *dev = cuda_of(base);
+    int before = cuda_enter(dev->context);
+    cuda_play(dev);
+    rk_status status = device_check(base, err);
+    if (status == RK_OK) {
+        status = cuda_pool_lend(dev->context->pool, out, memory,
+                                dev->context->stream, err);
+    }
+    cuda_leave(before);
+    return status;
+}
+
 static unsigned char *block_address(const cuda_device *dev, int32_t block)
 {
     return dev->kv + block * dev->block_bytes;
@@ -336,6 +351,7 @@ static const rk_ops cuda_ops = {
     .destroy = device_destroy,
     .check = device_check,
     .holds = device_holds,
+    .lend = device_lend,
     .kv_copy = device_kv_copy,
     .kv_fill = device_kv_fill,
     .begin = cuda_begin,

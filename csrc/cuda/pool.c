@@ -1,6 +1,6 @@
 /* Device memory that is asked for again and again: a piece that is given back
  * is kept for the next who wants about as much. The system's own calls wait
- * for the whole device; taking a kept piece does not. */
+ * for the whole device; taking a kept piece does not, unless it was on loan. */
 #include "cuda.h"
 
 #include <pthread.h>
@@ -11,6 +11,7 @@ typedef struct piece {
     void *memory;
     size_t bytes;
     bool used;
+    bool foreign; /* other streams than ours may still work on it */
 } piece;
 
 struct cuda_pool {
@@ -115,6 +116,14 @@ cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
         p->next = pool->pieces;
         pool->pieces = p;
     }
+    if (p->foreign) {
+        error = cudaDeviceSynchronize();
+        if (error != cudaSuccess) {
+            pthread_mutex_unlock(&pool->mutex);
+            return error;
+        }
+        p->foreign = false;
+    }
     p->used = true;
     pool->n_holders++;
     *out = p->memory;
@@ -122,7 +131,7 @@ cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
     return cudaSuccess;
 }
 
-void cuda_pool_give(cuda_pool *pool, void *memory)
+static void give(cuda_pool *pool, void *memory, bool foreign)
 {
     if (memory == NULL) {
         return;
@@ -131,7 +140,68 @@ void cuda_pool_give(cuda_pool *pool, void *memory)
     for (piece *p = pool->pieces; p != NULL; p = p->next) {
         if (p->memory == memory) {
             p->used = false;
+            p->foreign = foreign;
         }
     }
     let_go(pool);
+}
+
+void cuda_pool_give(cuda_pool *pool, void *memory)
+{
+    give(pool, memory, false);
+}
+
+/* ---- on loan ------------------------------------------------------------- */
+
+typedef struct cuda_lent {
+    rk_lent base;
+    cuda_pool *pool;
+    cudaEvent_t ready; /* the contents are there */
+} cuda_lent;
+
+static rk_status lent_await(rk_lent *base, uintptr_t stream, rk_error *err)
+{
+    const cuda_lent *lent = (const cuda_lent *)base;
+    const cuda_context here = {.base.ordinal = base->ordinal};
+    int before = cuda_enter(&here);
+    rk_status status =
+        cuda_error(cudaStreamWaitEvent((cudaStream_t)stream, lent->ready, 0),
+                   "cudaStreamWaitEvent", err);
+    cuda_leave(before);
+    return status;
+}
+
+/* No stream is asked for anything, so this never waits but for the pool's last
+ * holder: the next who takes the piece does. */
+static void lent_release(rk_lent *base)
+{
+    cuda_lent *lent = (cuda_lent *)base;
+    cudaEventDestroy(lent->ready);
+    give(lent->pool, base->data, true);
+    free(lent);
+}
+
+rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, void *memory,
+                         cudaStream_t stream, rk_error *err)
+{
+    cuda_lent *lent = calloc(1, sizeof *lent);
+    if (lent == NULL) {
+        return rk_fail(err, RK_ENOMEM, "no memory for a result");
+    }
+    lent->base = (rk_lent){memory, pool->ordinal, lent_await, lent_release};
+    lent->pool = pool;
+    rk_status status = cuda_error(
+        cudaEventCreateWithFlags(&lent->ready, cudaEventDisableTiming),
+        "cudaEventCreateWithFlags", err);
+    if (status == RK_OK) {
+        status = cuda_error(cudaEventRecord(lent->ready, stream),
+                            "cudaEventRecord", err);
+        if (status == RK_OK) {
+            *out = &lent->base;
+            return RK_OK;
+        }
+        cudaEventDestroy(lent->ready);
+    }
+    free(lent);
+    return status;
 }

@@ -565,6 +565,50 @@ static PyObject *get_hidden(branch_object *self, void *Py_UNUSED(closure))
     return get_computed(self, true);
 }
 
+/* The same where the session computes. */
+static PyObject *get_lent(branch_object *self, bool hidden)
+{
+    rk_branch *branch = rk_branch_enter(self);
+    const rk_config *config;
+    rk_visitor visitor;
+    rk_error err = {0};
+    rk_status status;
+    rk_lent *lent;
+
+    if (branch == NULL) {
+        return NULL;
+    }
+    if (self->session->cuda == NULL) {
+        rk_session_leave(self->session);
+        return get_computed(self, hidden);
+    }
+    config = &rk_session_model(self->session->engine)->config;
+    const int64_t shapes[2][2] = {{config->vocab_size, 0},
+                                  {config->n_layers, config->width}};
+    rk_long_begin(self->session, &visitor);
+    status =
+        rk_session_lend(self->session->engine, branch, hidden, &lent, &err);
+    rk_long_end(self->session, &visitor);
+    rk_session_leave(self->session);
+    if (status != RK_OK) {
+        return rk_raise(self->session->state, &err);
+    }
+    return rk_device_array_new(self->session->state, lent, shapes[hidden],
+                               hidden ? 2 : 1);
+}
+
+static PyObject *get_device_logits(branch_object *self,
+                                   void *Py_UNUSED(closure))
+{
+    return get_lent(self, false);
+}
+
+static PyObject *get_device_hidden(branch_object *self,
+                                   void *Py_UNUSED(closure))
+{
+    return get_lent(self, true);
+}
+
 static PyObject *branch_repr(branch_object *self)
 {
     return PyUnicode_FromFormat("<rksc.Branch %llu%s>",
@@ -589,6 +633,11 @@ static PyGetSetDef ATTRIBUTES[] = {
      "Residual stream of the last token after each layer, float32 (layers, "
      "width).",
      NULL},
+    {"device_logits", (getter)get_device_logits, NULL,
+     "The logits where the session computes: a rksc.DeviceArray on a GPU.",
+     NULL},
+    {"device_hidden", (getter)get_device_hidden, NULL,
+     "The residual stream where the session computes.", NULL},
     {"n_tokens", (getter)branch_get, NULL, "len(tokens).", NUMBER(N_TOKENS)},
     {"n_prompt", (getter)branch_get, NULL,
      "Tokens it was born with; what follows was generated or appended.",

@@ -1,6 +1,6 @@
-/* DLPack's producer side: a Tensor's memory as a capsule.
+/* DLPack's producer side: memory of an object as a capsule.
  *
- * An export is one allocation that owns a reference to the tensor. Whoever
+ * An export is one allocation that owns a reference to the object. Whoever
  * holds the capsule under its first name owns the export; a consumer renames
  * it and calls the deleter when done, on any thread, with the GIL or without.
  */
@@ -60,7 +60,7 @@ static void legacy_deleter(DLManagedTensor *managed)
     free_export(managed->manager_ctx);
 }
 
-/* A capsule that nobody consumed still owns the tensor. A consumer renames the
+/* A capsule that nobody consumed still owns the export. A consumer renames the
  * capsule, and then it is none of ours. */
 static void versioned_capsule_free(PyObject *capsule)
 {
@@ -81,42 +81,28 @@ static void legacy_capsule_free(PyObject *capsule)
     }
 }
 
-static export_block *export_new(PyObject *tensor, DLTensor *dl)
+static export_block *export_new(PyObject *owner, DLTensor *dl)
 {
-    static const DLDataType dtypes[] = {
-        [RK_F32] = {kDLFloat, 32, 1},
-        [RK_F16] = {kDLFloat, 16, 1},
-        [RK_BF16] = {kDLBfloat, 16, 1},
-    };
     export_block *block = PyMem_RawCalloc(1, sizeof *block);
-    rk_tensor_view view;
 
     if (block == NULL) {
         PyErr_NoMemory();
         return NULL;
     }
-    rk_tensor_look(tensor, &view);
-    for (int i = 0; i < view.n_dims; i++) {
-        block->shape[i] = view.shape[i];
+    for (int i = 0; i < dl->ndim; i++) {
+        block->shape[i] = dl->shape[i];
+        block->strides[i] = dl->strides[i];
     }
-    rk_tensor_strides(block->strides, &view);
-    *dl = (DLTensor){
-        .data = view.n_elements > 0 ? (void *)view.data : NULL,
-        .device = {kDLCPU, 0},
-        .ndim = view.n_dims,
-        .dtype = dtypes[view.type],
-        .shape = block->shape,
-        .strides = block->strides,
-    };
-    Py_INCREF(tensor);
-    block->owner = tensor;
+    dl->shape = block->shape;
+    dl->strides = block->strides;
+    Py_INCREF(owner);
+    block->owner = owner;
     return block;
 }
 
-static PyObject *export_versioned(PyObject *tensor, uint64_t flags)
+static PyObject *export_versioned(PyObject *owner, DLTensor dl, uint64_t flags)
 {
-    DLTensor dl;
-    export_block *block = export_new(tensor, &dl);
+    export_block *block = export_new(owner, &dl);
     PyObject *capsule;
 
     if (block == NULL) {
@@ -137,10 +123,9 @@ static PyObject *export_versioned(PyObject *tensor, uint64_t flags)
     return capsule;
 }
 
-static PyObject *export_legacy(PyObject *tensor)
+static PyObject *export_legacy(PyObject *owner, DLTensor dl)
 {
-    DLTensor dl;
-    export_block *block = export_new(tensor, &dl);
+    export_block *block = export_new(owner, &dl);
     PyObject *capsule;
 
     if (block == NULL) {
@@ -159,22 +144,11 @@ static PyObject *export_legacy(PyObject *tensor)
     return capsule;
 }
 
-/* The same tensor over fresh, writable memory; a new reference. */
-static PyObject *copied(PyObject *tensor)
+PyObject *rk_lend_capsule(PyObject *owner, const DLTensor *dl, bool versioned,
+                          uint64_t flags)
 {
-    PyObject *bytes, *shape, *copy = NULL;
-    rk_tensor_view view;
-
-    rk_tensor_look(tensor, &view);
-    bytes = PyByteArray_FromStringAndSize(view.data, (Py_ssize_t)view.n_bytes);
-    shape = PyObject_GetAttrString(tensor, "shape");
-    if (bytes != NULL && shape != NULL) {
-        copy = PyObject_CallFunction((PyObject *)Py_TYPE(tensor), "OsO", bytes,
-                                     rk_type_get(view.type)->name, shape);
-    }
-    Py_XDECREF(bytes);
-    Py_XDECREF(shape);
-    return copy;
+    return versioned ? export_versioned(owner, *dl, flags)
+                     : export_legacy(owner, *dl);
 }
 
 /* Is `version` None, or a pair whose first number says major >= 1? -1: error.
@@ -198,17 +172,25 @@ static int wants_versioned(PyObject *version)
     return major >= 1;
 }
 
-/* Only the CPU, and no stream, can be asked of memory that has neither. */
-static int check_target(PyObject *stream, PyObject *device)
+int rk_lend_read(rk_lend_request *out, PyObject *args, PyObject *kwargs)
 {
-    int kind, id;
+    static char *keywords[] = {"stream", "max_version", "dl_device", "copy",
+                               NULL};
+    PyObject *version = Py_None, *device = Py_None, *copy = Py_None;
+    int versioned;
 
-    if (stream != Py_None) {
-        PyErr_SetString(PyExc_BufferError,
-                        "__dlpack__: a Tensor lies in CPU memory, stream must "
-                        "be None");
+    *out = (rk_lend_request){.stream = Py_None, .device = -1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__",
+                                     keywords, &out->stream, &version, &device,
+                                     &copy)) {
         return -1;
     }
+    versioned = wants_versioned(version);
+    if (versioned < 0) {
+        return -1;
+    }
+    out->versioned = versioned;
+    out->copy = copy == Py_True;
     if (device == Py_None) {
         return 0;
     }
@@ -217,36 +199,81 @@ static int check_target(PyObject *stream, PyObject *device)
                         "__dlpack__: dl_device must be a tuple or None");
         return -1;
     }
-    if (!PyArg_ParseTuple(device, "ii;dl_device must be two integers", &kind,
-                          &id)) {
-        return -1;
+    return PyArg_ParseTuple(device, "ii;dl_device must be two integers",
+                            &out->device, &out->ordinal)
+               ? 0
+               : -1;
+}
+
+/* ---- a Tensor ------------------------------------------------------------ */
+
+/* A Tensor's capsule; its shape and strides are copied. */
+static PyObject *tensor_capsule(PyObject *tensor, bool versioned,
+                                uint64_t flags)
+{
+    static const DLDataType dtypes[] = {
+        [RK_F32] = {kDLFloat, 32, 1},
+        [RK_F16] = {kDLFloat, 16, 1},
+        [RK_BF16] = {kDLBfloat, 16, 1},
+    };
+    int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
+    rk_tensor_view view;
+
+    rk_tensor_look(tensor, &view);
+    for (int i = 0; i < view.n_dims; i++) {
+        shape[i] = view.shape[i];
     }
-    if (kind != kDLCPU || id != 0) {
-        PyErr_SetString(PyExc_BufferError,
-                        "__dlpack__: a Tensor can only be exported to the CPU, "
-                        "dl_device (1, 0)");
-        return -1;
+    rk_tensor_strides(strides, &view);
+    DLTensor dl = {
+        .data = view.n_elements > 0 ? (void *)view.data : NULL,
+        .device = {kDLCPU, 0},
+        .ndim = view.n_dims,
+        .dtype = dtypes[view.type],
+        .shape = shape,
+        .strides = strides,
+    };
+    return rk_lend_capsule(tensor, &dl, versioned, flags);
+}
+
+/* The same tensor over fresh, writable memory; a new reference. */
+static PyObject *copied(PyObject *tensor)
+{
+    PyObject *bytes, *shape, *copy = NULL;
+    rk_tensor_view view;
+
+    rk_tensor_look(tensor, &view);
+    bytes = PyByteArray_FromStringAndSize(view.data, (Py_ssize_t)view.n_bytes);
+    shape = PyObject_GetAttrString(tensor, "shape");
+    if (bytes != NULL && shape != NULL) {
+        copy = PyObject_CallFunction((PyObject *)Py_TYPE(tensor), "OsO", bytes,
+                                     rk_type_get(view.type)->name, shape);
     }
-    return 0;
+    Py_XDECREF(bytes);
+    Py_XDECREF(shape);
+    return copy;
 }
 
 PyObject *rk_tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"stream", "max_version", "dl_device", "copy",
-                               NULL};
-    PyObject *stream = Py_None, *version = Py_None, *device = Py_None;
-    PyObject *copy = Py_None, *capsule = NULL;
+    rk_lend_request request;
     rk_tensor_view view;
     uint64_t flags = 0;
-    int versioned;
+    PyObject *capsule = NULL;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__",
-                                     keywords, &stream, &version, &device,
-                                     &copy)) {
+    if (rk_lend_read(&request, args, kwargs) < 0) {
         return NULL;
     }
-    versioned = wants_versioned(version);
-    if (versioned < 0 || check_target(stream, device) < 0) {
+    if (request.stream != Py_None) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor lies in CPU memory, stream must "
+                        "be None");
+        return NULL;
+    }
+    if (request.device >= 0 &&
+        (request.device != kDLCPU || request.ordinal != 0)) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor can only be exported to the CPU, "
+                        "dl_device (1, 0)");
         return NULL;
     }
     rk_tensor_look(tensor, &view);
@@ -256,7 +283,7 @@ PyObject *rk_tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
                             "Tensor.numpy() for float32 values",
                             rk_type_get(view.type)->name);
     }
-    if (copy == Py_True) {
+    if (request.copy) {
         tensor = copied(tensor);
         flags |= DLPACK_FLAG_BITMASK_IS_COPIED;
     } else {
@@ -266,14 +293,12 @@ PyObject *rk_tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
     if (tensor == NULL) {
         return NULL;
     }
-    if (versioned) {
-        capsule = export_versioned(tensor, flags);
-    } else if (flags & DLPACK_FLAG_BITMASK_READ_ONLY) {
+    if (!request.versioned && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) {
         PyErr_SetString(PyExc_BufferError,
                         "__dlpack__: read-only memory needs a consumer of "
                         "DLPack 1.0 (max_version=(1, 0)), or copy=True");
     } else {
-        capsule = export_legacy(tensor);
+        capsule = tensor_capsule(tensor, request.versioned, flags);
     }
     Py_DECREF(tensor);
     return capsule;

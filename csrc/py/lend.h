@@ -1,9 +1,31 @@
-/* rksc.Tensor's __dlpack__ and __dlpack_device__; both need the GIL. */
+/* DLPack's producer side; all functions need the GIL. */
 #ifndef RKSC_PY_LEND_H
 #define RKSC_PY_LEND_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+
+#include <dlpack/dlpack.h>
+#include <stdbool.h>
+
+/* The keywords of __dlpack__. */
+typedef struct rk_lend_request {
+    PyObject *stream; /* borrowed; None where it was not given */
+    bool versioned;   /* the consumer knows DLPack 1.0 */
+    bool copy;
+    int device, ordinal; /* dl_device; -1: where the memory is */
+} rk_lend_request;
+
+/* 0, or -1 with TypeError. */
+int rk_lend_read(rk_lend_request *out, PyObject *args, PyObject *kwargs);
+
+/* A new capsule over memory that `owner` keeps; shape and strides are copied.
+ * Its deleter gives the reference up, on any thread. `flags`: of a versioned
+ * one. NULL with MemoryError. */
+PyObject *rk_lend_capsule(PyObject *owner, const DLTensor *dl, bool versioned,
+                          uint64_t flags);
+
+/* ---- a Tensor ------------------------------------------------------------ */
 
 /* __dlpack__(*, stream, max_version, dl_device, copy) of a Tensor: a new
  * capsule, or NULL with BufferError (block types, another device or a stream,

@@ -64,6 +64,8 @@ static int module_exec(PyObject *module)
             0 ||
         add(module, "Branch", &state->branch_type, rk_branch_type_new(module)) <
             0 ||
+        add(module, "DeviceArray", &state->device_array_type,
+            rk_device_array_type_new(module)) < 0 ||
         add(module, "Session", &state->session_type,
             rk_session_type_new(module)) < 0 ||
         add(module, "isas", &isas, supported_isas()) < 0) {
@@ -81,6 +83,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->tensor_type);
     Py_VISIT(state->session_type);
     Py_VISIT(state->branch_type);
+    Py_VISIT(state->device_array_type);
     return 0;
 }
 
@@ -92,6 +95,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->tensor_type);
     Py_CLEAR(state->session_type);
     Py_CLEAR(state->branch_type);
+    Py_CLEAR(state->device_array_type);
     return 0;
 }
 

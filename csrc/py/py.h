@@ -22,7 +22,7 @@
 
 typedef struct rk_state {
     PyObject *capacity_error; /* RuntimeError's child */
-    PyObject *tensor_type, *session_type, *branch_type;
+    PyObject *tensor_type, *session_type, *branch_type, *device_array_type;
 } rk_state;
 
 extern PyModuleDef rk_module_def;
@@ -34,6 +34,7 @@ rk_state *rk_state_of(PyTypeObject *type);
 /* A new reference to the heap type; NULL with an exception. */
 PyObject *rk_session_type_new(PyObject *module);
 PyObject *rk_branch_type_new(PyObject *module);
+PyObject *rk_device_array_type_new(PyObject *module);
 
 /* ---- objects --------------------------------------------------------------
  */
@@ -149,6 +150,13 @@ branch_object *rk_branch_read(session_object *session, PyObject *object,
 /* Enter the branch's session: its engine branch, or NULL with an exception
  * (then the lock is not held). */
 rk_branch *rk_branch_enter(branch_object *self);
+
+/* ---- results on a GPU (device_array.c) ----------------------------------- */
+
+/* A rksc.DeviceArray, float32, which owns `lent` from now on, or NULL with an
+ * exception. n_dims: 1 or 2. */
+PyObject *rk_device_array_new(const rk_state *state, rk_lent *lent,
+                              const int64_t *shape, int n_dims);
 
 /* ---- the model (config.c) ------------------------------------------------ */
 
