@@ -47,6 +47,12 @@ def main() -> None:
         check(session.select(kids) in kids, "select")
         session.check()
     check(len(problems()) == 40, "the demo's problems")
+    for group, wanted in (
+        ("pytest11", "pytest_rksc"),
+        ("lm_eval.models", "rksc.clients.lm_eval:RKSC"),
+    ):
+        (found,) = importlib.metadata.entry_points(group=group, name="rksc")
+        check(found.value == wanted, f"{group}: {found}")
     command = Path(sys.executable).parent / "rksc"
     said = subprocess.run([command, "doctor"], check=True, capture_output=True, text=True).stdout
     check(f"rksc          {version}" in said, said)

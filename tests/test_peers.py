@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -241,6 +242,18 @@ def test_the_harness_command(harness: Any, smollm2: Model, tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(r"rksc_arc\s*\|.*acc_norm", done.stdout, re.S), done.stdout
+
+
+def test_the_harness_may_find_the_model_by_its_entry_point(harness: Any) -> None:
+    """Versions after 0.4.13 look for models in this group. They load the entry point when the model
+    is asked for, and want the class that then registers itself to be the one it names."""
+    from rksc.clients.lm_eval import RKSC
+
+    group = '[project.entry-points."lm_eval.models"]\n'
+    _, found, rest = (ROOT / "pyproject.toml").read_text("utf-8").partition(group)
+    name, value = re.match(r'(\w+) = "(.*)"\n', rest).groups()  # type: ignore[union-attr]
+    assert found and importlib.metadata.EntryPoint(name, value, "lm_eval.models").load() is RKSC
+    assert (name, value) == ("rksc", f"{RKSC.__module__}:{RKSC.__name__}")
 
 
 def test_settings_that_the_harness_model_cannot_keep(harness: Any, client: OpenAI) -> None:

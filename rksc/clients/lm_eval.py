@@ -2,7 +2,8 @@
 
     rksc lm-eval --model rksc --model_args pretrained=model.gguf --tasks arc_challenge
 
-`rksc lm-eval` is the harness's own command with this model registered; a program imports this
+`rksc lm-eval` is the harness's own command with this model registered: up to 0.4.13 it looks for
+no models but its own, later versions find this one by its entry point. A program imports this
 module and calls `lm_eval.simple_evaluate(model="rksc", model_args=...)`.
 
 A multiple choice is one context and k continuations: the context is computed once, what it
