@@ -126,20 +126,37 @@ def rksc_model(path: Path) -> Any:
     return RKSC(str(path), dtype="float32")
 
 
-def compare(task: str, ours: list[Any], theirs: list[Any]) -> str:
-    """One line: how far the answers are from each other."""
+def compare(task: str, ours: list[Any], theirs: list[Any]) -> list[str]:
+    """How far the answers are from each other, then each item that differs."""
     if task == "rksc_gsm8k":
-        same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-        return f"{same} of {len(ours)} texts are equal"
+        return _compare_texts(ours, theirs)
     pairs = [p for a, b in zip(ours, theirs, strict=True) for p in zip(a, b, strict=True)]
     worst = max(abs(x[0] - y[0]) for x, y in pairs)
-    best = [[max(range(len(r)), key=lambda i: r[i][0]) for r in rows] for rows in (ours, theirs)]
-    same = sum(a == b for a, b in zip(*best, strict=True))
     greedy = sum(x[1] == y[1] for x, y in pairs)
-    return (
-        f"log-likelihoods differ by {worst:.1e} at most, {same} of {len(ours)} choices are equal, "
-        f"{greedy} of {len(pairs)} greedy marks"
-    )
+    differ = []
+    for i, rows in enumerate(zip(ours, theirs, strict=True)):
+        one, other = (max(range(len(r)), key=lambda c: r[c][0]) for r in rows)
+        if one != other:
+            margin = rows[1][other][0] - rows[1][one][0]
+            differ.append(
+                f"item {i}: {'ABCDE'[one]} here, {'ABCDE'[other]} there, {margin:.1e} apart"
+            )
+    return [
+        f"log-likelihoods differ by {worst:.1e} at most, {len(ours) - len(differ)} of {len(ours)} "
+        f"choices are equal, {greedy} of {len(pairs)} greedy marks",
+        *differ,
+    ]
+
+
+def _compare_texts(ours: list[str], theirs: list[str]) -> list[str]:
+    differ = []
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one != other:
+            pairs = zip(one + "\0", other + "\0", strict=False)
+            at = next(n for n, (a, b) in enumerate(pairs) if a != b)
+            differ.append(f"item {i}: {one[at:at + 24]!r} here, {other[at:at + 24]!r} there, after "
+                          f"{at} characters in common")  # fmt: skip
+    return [f"{len(ours) - len(differ)} of {len(ours)} texts are equal", *differ]
 
 
 def main() -> int:
@@ -176,7 +193,8 @@ def main() -> int:
             print(f"{task}, {limit} items, {SHOTS[task]} examples: rksc {own:.1f} s, hf "
                   + ", ".join(f"{t:.1f} s (batch {b})" for b, t in times.items())
                   + f": {times[best] / own:.1f} times as fast", flush=True)  # fmt: skip
-            print(f"  {compare(task, ours, theirs)}", flush=True)
+            for line in compare(task, ours, theirs):
+                print(f"  {line}", flush=True)
     return 0
 
 
