@@ -83,7 +83,7 @@ def calibrate_cgee(
     only where it saves more layers than its lens costs, on both halves.
     """
     from .experiments.fitting import Verified, fit_cgee, lens_costs
-    from .experiments.measure import answers
+    from .experiments.measure import TOGETHER, answers
     from .experiments.runner import Lab
     from .experiments.tasks import Problem
 
@@ -96,6 +96,6 @@ def calibrate_cgee(
          "seed": lab.seed}
         for row in rows
     ]  # fmt: skip
-    results = lab.measure(answers, items)
+    results = lab.measure(answers, items, together=TOGETHER)
     verified = [Verified.of(row.id, result) for row, result in zip(rows, results, strict=True)]
     return fit_cgee(verified, max_changed, lens_costs(lab), lab.seed)

@@ -34,10 +34,11 @@ from rksc.experiments.fitting import (
     fit_cgee,
     lens_costs,
 )
-from rksc.experiments.measure import LENSES, answers, difference, wordings
+from rksc.experiments.measure import LENSES, answers, centres, difference, wordings
 from rksc.experiments.replay import Lenses, judge, majority, select, sigma
 from rksc.experiments.runner import Bench, Log, time_of
 from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
+from rksc.prompts import Wordings
 
 NAN = math.nan
 
@@ -465,7 +466,7 @@ def test_a_replayed_verification_is_a_real_one(small: Model, lens: Any, norm: bo
     nothing."""
     lab = lab_of(small)
     problem = {"id": "p", "question": "th 3 abc", "answer": "3", "choices": []}
-    seen = answers(lab.bench, problem, 4, 8, 0)
+    (seen,) = answers(lab.bench, [asked(problem)])
     verified = Verified.of("p", seen)
     assert list(seen["lenses"]) == list(LENSES) and verified.n_layers == 4
     session = lab.bench.session
@@ -493,7 +494,7 @@ def test_a_replayed_choice_is_a_real_one(small: Model, cgee: CGEE | None) -> Non
     lab = lab_of(small)
     for i in range(3):
         problem = {"id": "p", "question": f"th {i} abc", "answer": "3", "choices": []}
-        verified = Verified.of("p", answers(lab.bench, problem, 4, 8, 0))
+        verified = Verified.of("p", answers(lab.bench, [asked(problem)])[0])
         words, kids = branches_of(lab, problem)
         session = lab.bench.session
         verdicts = session.verify(kids, words.verification(), *words.answers(None, None), cgee=cgee)
@@ -502,10 +503,24 @@ def test_a_replayed_choice_is_a_real_one(small: Model, cgee: CGEE | None) -> Non
         assert session.select(kids) is kids[replayed.winner]
 
 
+def asked(problem: dict[str, Any]) -> dict[str, Any]:
+    return {"problem": problem, "n_branches": 4, "max_new_tokens": 8, "seed": 0}
+
+
+def test_answers_do_not_depend_on_what_is_asked_with_them(small: Model) -> None:
+    """A run that was stopped goes on with other company in its batches."""
+    lab = lab_of(small)
+    items = [
+        asked({"id": "p", "question": f"th {i} abc", "answer": "3", "choices": ["yes", "no"][:i]})
+        for i in range(3)
+    ]
+    items[1] |= {"n_branches": 3, "max_new_tokens": 5, "seed": 1}
+    assert answers(lab.bench, items) == [answers(lab.bench, [item])[0] for item in items]
+
+
 def branches_of(lab: Lab, problem: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The branches that `answers` verified, once more."""
     from rksc.experiments.measure import sampling
-    from rksc.prompts import Wordings
 
     row = Problem(problem["id"], problem["question"], problem["answer"])
     words = Wordings(lab.bench.session, row.instruction)
@@ -516,13 +531,22 @@ def branches_of(lab: Lab, problem: dict[str, Any]) -> tuple[Any, list[Any]]:
     return words, kids
 
 
+def test_centres_are_those_of_the_prompts_with_their_header(small: Model) -> None:
+    """A worker keeps them; experiments with and without worked examples come one after the
+    other."""
+    lab, questions = lab_of(small), ["th 1 abc", "a 2"]
+    plain, headed = (
+        centres(lab.bench, Wordings(lab.bench.session, "x", header), questions)
+        for header in (None, "th 9")
+    )
+    assert not np.array_equal(plain["mean"], headed["mean"])
+
+
 @pytest.mark.parametrize("pool", ["mean", "last"])
 def test_a_replayed_gate_is_the_real_one(small: Model, pool: Any) -> None:
     lab = lab_of(small)
     roots = ["3 more th abc", "the abc e 7", "fewer e th 12 the"]
     others = ["e abc fewer 3 th", "3 more th abd", "the e e"]
-    from rksc.experiments.measure import centres
-    from rksc.prompts import Wordings
 
     words = Wordings(lab.bench.session, "Think.")
     centre = centres(lab.bench, words, roots)[pool]
@@ -745,7 +769,7 @@ def test_a_run_that_is_there_is_not_made_again(
     data: Path, results: tuple[Path, dict[str, Table]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, tables = results
-    monkeypatch.setattr("rksc.experiments.runner._run", None)
+    monkeypatch.setattr("rksc.experiments.runner.Work.run", None)
     lab = lab_of(as_model(KEEN), quick=True, n=2, data=data, out=out)
     assert EXPERIMENTS["cgee"](lab)._plain() == tables["cgee"]._plain()
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..load import Model
 from ..options import CGEE
 from .fitting import Verified, fit_cgee, lens_costs, saved
-from .measure import answers, mean_of
+from .measure import TOGETHER, answers, mean_of
 from .plots import COLOURS, band, style
 from .replay import majority
 from .runner import Lab, Result
@@ -79,7 +79,7 @@ def answered(lab: Lab) -> tuple[list[tuple[str, Problem]], list[Result]]:
          "max_new_tokens": 96 if lab.quick else 320, "seed": lab.seed}
         for _, problem in sets
     ]  # fmt: skip
-    return sets, lab.measure(answers, items)
+    return sets, lab.measure(answers, items, together=TOGETHER)
 
 
 def _counts(sets: Sequence[tuple[str, Problem]]) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Budget against recomputed work: RSBCM's order against least recently used, on search trees.
 
-A best-first search goes back to branches that it left earlier, so what was evicted may be wanted
-again. Each tree is grown without a limit, then with less and less memory under both orders.
+A search by breadth that expands one branch after the other comes back to branches that it left
+earlier, so what was evicted may be wanted again. Each tree is grown without a limit, then with less
+and less memory under both orders.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .plots import style
 from .runner import Bench, Lab, Result
 from .stats import bootstrap
 from .table import Column, Finding, Table
-from .tasks import examples, problem_sets
+from .tasks import problem_sets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,10 +34,9 @@ RSBCM, RECENT = "RSBCM", "least recently used"
 def eviction(model: Model | str | Path | Lab, **options: Any) -> Table:
     """Recomputed tokens and time under shrinking budgets, and whether the winner stays."""
     lab = Lab.of(model, options)
-    budgets = (0.8, 0.6, 0.45) if lab.quick else (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-    header = examples(lab.folder, "gsm8k", 2)
+    budgets = (0.6, 0.45, 0.3) if lab.quick else (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
     problems = problem_sets(lab.folder, lab.size(3, 20), lab.seed)["gsm8k"]
-    common = {"header": header, "expansions": 10 if lab.quick else 24, "expand": 3,
+    common = {"depth": 4 if lab.quick else 6, "beam": 3 if lab.quick else 5, "expand": 4,
               "max_new_tokens": 20, "seed": lab.seed}  # fmt: skip
     unlimited = [{**common, "problem": p.text, "blocks": None, "order": RSBCM} for p in problems]
     free = lab.measure(search_tree, unlimited, timed=True)
@@ -58,7 +58,7 @@ def eviction(model: Model | str | Path | Lab, **options: Any) -> Table:
         Column("time", "s"), Column("time against no limit", "x"), Column("same winner", "%"),
         Column("does not fit"), Column("trees"),
     )  # fmt: skip
-    meta = lab.meta(**{k: v for k, v in common.items() if k not in ("header", "seed")})
+    meta = lab.meta(**{k: v for k, v in common.items() if k != "seed"})
     table = Table("eviction", "Search under a KV budget (means over trees)", columns, rows, meta)
     table.findings.extend(_findings(table))
     return table
@@ -67,41 +67,43 @@ def eviction(model: Model | str | Path | Lab, **options: Any) -> Table:
 def search_tree(
     bench: Bench,
     problem: str,
-    header: str,
     blocks: int | None,
     order: str,
-    expansions: int,
+    depth: int,
+    beam: int,
     expand: int,
     max_new_tokens: int,
     seed: int,
 ) -> Result:
-    """Grow a tree best first. blocks: the budget. order: RSBCM's, or least recently used, which is
-    RSBCM's tie-break once every omega is made equal."""
+    """Grow a tree by breadth, one branch after the other; the best `beam` of a level go on.
+
+    blocks: the budget (None: no limit). order: RSBCM's, or least recently used, which is RSBCM's
+    tie-break once every omega is made equal.
+    """
     size = bench.session.stats().block_bytes
     session = bench.open(**({} if blocks is None else {"kv_bytes": blocks * size}))
-    words = Wordings(session, INSTRUCTION, header or None, VALUE)
+    words = Wordings(session, INSTRUCTION, verify_prompt=VALUE)
     yes, no = words.answers(None, None)
     question = words.verification()
     start = time.perf_counter()
     try:
         root = session.prefill(words.problem(problem))
-        nodes, marks, open_ = [root], [math.inf], [0]
+        nodes, marks, frontier = [root], [math.inf], [0]
         _level(order, root)
-        for _ in range(expansions):
-            if not open_:
-                break
-            best = max(open_, key=lambda i: marks[i])
-            open_.remove(best)
-            kids = nodes[best].fork(expand)
-            _level(order, *kids)
-            made = session.generate(kids, max_new_tokens, sampling(seed))
-            verdicts = session.verify(kids, question, yes, no, cgee=None)
-            _level(order, *kids)
-            for kid, verdict, generation in zip(kids, verdicts, made, strict=True):
-                if generation.finish_reason == "length":
-                    open_.append(len(nodes))
-                nodes.append(kid)
-                marks.append(mark(verdict.score, kid.confidence))
+        for _ in range(depth):
+            open_ = []
+            for parent in frontier:
+                kids = nodes[parent].fork(expand)
+                _level(order, *kids)
+                made = session.generate(kids, max_new_tokens, sampling(seed))
+                verdicts = session.verify(kids, question, yes, no, cgee=None)
+                _level(order, *kids)
+                for kid, verdict, generation in zip(kids, verdicts, made, strict=True):
+                    if generation.finish_reason == "length":
+                        open_.append(len(nodes))
+                    nodes.append(kid)
+                    marks.append(mark(verdict.score, kid.confidence))
+            frontier = sorted(open_, key=lambda i: marks[i], reverse=True)[:beam]
     except CapacityError:
         return {"fits": False}
     seconds, stats = time.perf_counter() - start, session.stats()
@@ -109,7 +111,7 @@ def search_tree(
     return {
         "fits": True, "seconds": seconds, "peak": stats.blocks_peak, "winner": winner,
         "tokens": nodes[winner].tokens.tolist(), "marks": marks[1:],
-        "recomputed": stats.tokens_recomputed, "evicted": stats.evictions,
+        "computed": stats.tokens_computed + stats.tokens_recomputed, "evicted": stats.evictions,
     }  # fmt: skip
 
 
@@ -124,7 +126,8 @@ def _row(results: list[Result], free: list[Result]) -> tuple[Any, ...]:
     fit = [(r, f) for r, f in zip(results, free, strict=True) if r["fits"]]
     if not fit:
         return (None,) * 7 + (len(results), len(results))
-    recomputed = [r["recomputed"] for r, _ in fit]
+    # a fork of what was evicted computes it as its own: only the sum tells
+    recomputed = [r["computed"] - f["computed"] for r, f in fit]
     low, high = bootstrap(recomputed)
     same = [
         (r["winner"], r["tokens"], r["marks"]) == (f["winner"], f["tokens"], f["marks"])

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .._core import Branch
 from ..logits import log_softmax
 from ..options import Sampling
 from ..prompts import Wordings
@@ -52,14 +53,16 @@ def wordings(
     child = planted.fork([words.suffix(SUFFIX)])[0]
     suffix = cosines(child.hidden, last, None)
     child.drop()
-    rows = []
+    rows, means = [], {}
     for text in others:
         tokens = words.problem(text)
         begin, own_end, root_end = difference(tokens, base)
         own = session.prefill(tokens)
         seen, own_last = session._prompt_means(tokens, begin, own_end), own.hidden
         own.drop()
-        expected = session._prompt_means(base, begin, root_end)
+        if (begin, root_end) not in means:
+            means[begin, root_end] = session._prompt_means(base, begin, root_end)
+        expected = means[begin, root_end]
         rows.append({
             "mean": cosines(seen, expected, middles["mean"]),
             "mean uncentred": cosines(seen, expected, None),
@@ -76,7 +79,7 @@ def centres(
     bench: Bench, words: Wordings, questions: Sequence[str]
 ) -> dict[str, NDArray[np.float32]]:
     """ASKS' centres by pool, float32 (layers, width), of these questions as prompts."""
-    key = ("centres", words.instruction, tuple(questions))
+    key = ("centres", words.instruction, words.system, tuple(questions))
     if key not in bench.memory:
         prompts = [words.problem(question) for question in questions]
         bench.memory[key] = {pool: words.session.layer_means(prompts, pool) for pool in POOLS}
@@ -142,7 +145,6 @@ def continuations(
     prompts = [words.problem(text) for text in (root, *others)]
     planted = [session.prefill(tokens) for tokens in prompts]
     greedy = [branch.fork(1)[0] for branch in planted]
-    session.generate(greedy, max_new_tokens)
     sampled = []
     for branch, first in [*((b, 0) for b in planted), (planted[0], n_branches)]:
         kids = branch.fork(n_branches)
@@ -150,16 +152,16 @@ def continuations(
             kid.stream = first + i
         sampled.append(kids)
     every = [kid for kids in sampled for kid in kids]
-    made = session.generate(every, max_new_tokens, sampling(seed))
+    _continue(session, greedy, every, max_new_tokens, seed)
     yes, no = words.answers(None, None)
     session.verify(every, words.verification(), yes, no, cgee=None)
-    texts = [generation.text or "" for generation in made]
+    texts = [_said(kid) for kid in every]
     said = []
     for i, kids in enumerate(sampled):
         winner = select([kid.score for kid in kids], [kid.confidence for kid in kids])
         said.append({"winner": winner, "text": texts[i * n_branches + winner]})
     for record, branch in zip(said, greedy, strict=False):
-        record["greedy"] = session.decode(branch.tokens[branch.n_prompt :])
+        record["greedy"] = _said(branch)
     for record, branch, own in zip(said[1:-1], planted[1:], greedy[1:], strict=True):
         record |= _divergence(branch, planted[0], own.tokens[own.n_prompt :])
     for branch in (*planted, *greedy, *every):
@@ -167,100 +169,131 @@ def continuations(
     return {"root": said[0], "others": said[1:-1], "again": said[-1]}
 
 
-def _divergence(own: Any, root: Any, tokens: NDArray[np.int32]) -> dict[str, Any]:
+def _continue(
+    session: BranchSession,
+    greedy: Sequence[Branch],
+    sampled: Sequence[Branch],
+    max_new_tokens: int,
+    seed: int,
+) -> None:
+    """All of them in one batch, which reads the weights once a token."""
+    for branches, how in ((greedy, None), (sampled, sampling(seed))):
+        for branch in branches:
+            session.submit(branch, max_new_tokens, how)
+    while session.n_requests:
+        session.step()
+
+
+def _said(branch: Branch) -> str:
+    session: Any = branch.session
+    return str(session.decode(branch.tokens[branch.n_prompt :]))
+
+
+def _divergence(own: Branch, root: Branch, tokens: NDArray[np.int32]) -> dict[str, Any]:
     """KL(own || root) in nats and agreement of the most likely token, teacher-forced along
     own's greedy continuation, at POSITIONS."""
-    kl, agree = [], []
-    for n in POSITIONS:
-        if n > len(tokens):
-            break
-        pair = [branch.fork([tokens[:n]])[0] for branch in (own, root)]
-        p, q = (log_softmax(branch.logits) for branch in pair)
-        for branch in pair:
-            branch.drop()
-        kl.append(round(float((np.exp(p) * (p - q)).sum()), 6))
-        agree.append(int(np.argmax(p) == np.argmax(q)))
-    return {"kl": kl, "agree": agree}
+    at = [n for n in POSITIONS if n <= len(tokens)]
+    p, q = (log_softmax(_logits_along(b, tokens[: at[-1]])[at]) for b in (own, root))
+    kl = (np.exp(p) * (p - q)).sum(axis=1)
+    agree = p.argmax(axis=1) == q.argmax(axis=1)
+    return {"kl": [round(float(k), 6) for k in kl], "agree": [int(same) for same in agree]}
+
+
+def _logits_along(branch: Branch, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Of what follows the branch, and it with each more of the tokens: (1 + tokens, vocabulary)."""
+    child = branch.fork([tokens])[0]
+    logits = child.session._logits_at(child, branch.n_tokens - 1, child.n_tokens)
+    child.drop()
+    return logits
 
 
 # ---- answers and their verification ------------------------------------------------------------
 
 LENSES = ("answer norm", "answer", "full norm", "full")
+TOGETHER = 4  # problems whose branches are continued in one batch
 
 
-def answers(
-    bench: Bench,
-    problem: dict[str, Any],
-    n_branches: int,
-    max_new_tokens: int,
-    seed: int,
-    lenses: bool = True,
-) -> Result:
-    """A problem's greedy answer and n_branches sampled ones; each sample verified in full and
-    seen through the lenses after every layer of its verification.
+def answers(bench: Bench, items: Sequence[dict[str, Any]]) -> list[Result]:
+    """For each problem a greedy answer and n_branches sampled ones; each sample verified in full
+    and seen through the lenses after every layer of its verification.
 
-    Lists over branches: text, answer, right, confidence, score, mass; "lenses": entropies in
-    nats and scores, (branches, layers), of each of LENSES.
+    items: {"problem": a `Problem`'s fields, "n_branches", "max_new_tokens", "seed"}. Of each, lists
+    over branches: text, answer, right, confidence, score, mass; "lenses": entropies in nats and
+    scores, (branches, layers), of each of LENSES.
     """
-    row = Problem(**{**problem, "choices": tuple(problem["choices"])})
-    session = bench.session
-    words = Wordings(session, row.instruction)
-    planted = session.prefill(words.problem(row.text))
-    kids = planted.fork(n_branches)
-    first = planted.fork(1)[0]
-    for i, kid in enumerate(kids):
-        kid.stream = i
-    made = session.generate(kids, max_new_tokens, sampling(seed))
-    greedy = session.generate(first, max_new_tokens)[0]
+    session, asked = bench.session, []
+    for item in items:
+        row = Problem(**{**item["problem"], "choices": tuple(item["problem"]["choices"])})
+        words = Wordings(session, row.instruction)
+        planted = session.prefill(words.problem(row.text))
+        first, *kids = planted.fork(1 + item["n_branches"])
+        for i, kid in enumerate(kids):
+            kid.stream = i
+            session.submit(kid, item["max_new_tokens"], sampling(item["seed"]))
+        session.submit(first, item["max_new_tokens"])
+        asked.append((row, words, planted, first, kids))
+    while session.n_requests:
+        session.step()
+    results = []
+    for row, words, planted, first, kids in asked:
+        results.append(_judged(bench, row, words, first, kids))
+        for branch in (planted, first, *kids):
+            branch.drop()
+    return results
+
+
+def _judged(
+    bench: Bench, row: Problem, words: Wordings, first: Branch, kids: Sequence[Branch]
+) -> Result:
     yes, no = words.answers(None, None)
     question = words.verification()
-    verdicts = session.verify(kids, question, yes, no, cgee=None)
-    read = [row.read(generation.text or "") for generation in made]
-    result: Result = {
+    verdicts = bench.session.verify(kids, question, yes, no, cgee=None)
+    read = [row.read(_said(kid)) for kid in kids]
+    greedy = row.read(_said(first))
+    return {
         "answer": read,
         "right": [answer == row.answer for answer in read],
-        "tokens": [len(generation.tokens) for generation in made],
+        "tokens": [kid.n_tokens - kid.n_prompt for kid in kids],
         "confidence": [kid.confidence for kid in kids],
         "score": [verdict.score for verdict in verdicts],
         "mass": [verdict.mass for verdict in verdicts],
-        "greedy answer": row.read(greedy.text or ""),
-        "greedy right": row.read(greedy.text or "") == row.answer,
+        "greedy answer": greedy,
+        "greedy right": greedy == row.answer,
         "question tokens": len(question),
+        "lenses": _see(bench, kids, question, yes, no),
     }
-    if lenses:
-        result["lenses"] = _see(bench, session, kids, question, yes, no)
-    for branch in (planted, first, *kids):
-        branch.drop()
-    return result
 
 
 def _see(
-    bench: Bench, session: BranchSession, kids: list[Any], question: list[int], yes: int, no: int
+    bench: Bench, kids: Sequence[Branch], question: Sequence[int], yes: int, no: int
 ) -> dict[str, dict[str, list[list[float]]]]:
     children = [kid.fork([question])[0] for kid in kids]
-    session.compute(children)
-    seen: dict[str, dict[str, list[list[float]]]] = {
-        name: {"entropies": [], "scores": []} for name in LENSES
-    }
-    norm, head = _head(bench)
-    eps = session.config.norm_eps
+    bench.session.compute(children)
+    hidden = np.stack([child.hidden for child in children])  # (branches, layers, width)
     for child in children:
-        hidden = child.hidden
-        scale = 1.0 / np.sqrt((hidden.astype(np.float64) ** 2).mean(axis=1) + eps)
-        normed = (hidden * scale[:, None] * norm).astype(np.float32)
-        for suffix, x in ((" norm", normed), ("", hidden)):
-            lead = (x @ (head[yes] - head[no])).astype(np.float64)
-            score = 1.0 / (1.0 + np.exp(-np.clip(lead, -500, 500)))
-            _note(seen["answer" + suffix], binary_entropy(score), score)
-            logp = log_softmax(x @ head.T)
-            _note(seen["full" + suffix], -(np.exp(logp) * logp).sum(axis=1), score)
         child.drop()
-    return seen
+    norm, head = _head(bench)
+    squares = (hidden.astype(np.float64) ** 2).mean(axis=2, keepdims=True)
+    scale = 1.0 / np.sqrt(squares + bench.session.config.norm_eps)
+    seen: dict[str, dict[str, list[list[float]]]] = {}
+    for suffix, x in ((" norm", (hidden * scale * norm).astype(np.float32)), ("", hidden)):
+        lead = (x @ (head[yes] - head[no])).astype(np.float64)
+        score = 1.0 / (1.0 + np.exp(-np.clip(lead, -500, 500)))
+        vocabulary = entropy(x.reshape(-1, x.shape[2]) @ head.T).reshape(score.shape)
+        for lens, h in (("answer", binary_entropy(score)), ("full", vocabulary)):
+            seen[lens + suffix] = {
+                "entropies": np.round(h, 6).tolist(), "scores": np.round(score, 9).tolist()
+            }  # fmt: skip
+    return {name: seen[name] for name in LENSES}
 
 
-def _note(seen: dict[str, list[list[float]]], entropy: Vectors, score: Vectors) -> None:
-    seen["entropies"].append([round(float(h), 6) for h in entropy])
-    seen["scores"].append([round(float(s), 9) for s in score])
+def entropy(logits: NDArray[np.float32]) -> Vectors:
+    """Of each row's distribution, in nats: log Z - sum e^x x / Z, x below the largest logit. Rows
+    stay in float32, which a vocabulary's width of float64 would take four times as long for."""
+    x = logits - logits.max(axis=1, keepdims=True)
+    e = np.exp(x)
+    z = e.sum(axis=1, dtype=np.float64)
+    return np.asarray(np.log(z) - np.multiply(e, x, out=e).sum(axis=1, dtype=np.float64) / z)
 
 
 def binary_entropy(p: Vectors) -> Vectors:

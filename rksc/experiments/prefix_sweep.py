@@ -150,8 +150,10 @@ def draw(figure: Figure, table: Table) -> None:
     left.set_ylabel("speed-up over No-KV [x]")
     left.set_ylim(bottom=0)
     left.set_title("Measured (range of runs) and predicted")
-    right.set_yscale("log")
+    right.set_yscale("log", subs=[])
+    low, high = (np.log10(bound) for bound in right.get_ylim())
+    ticks = [m * 10.0**e for e in range(int(low) - 1, int(high) + 1) for m in (1, 2, 5)]
+    right.set_yticks([t for t in ticks if low <= np.log10(t) <= high])
     right.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-    right.yaxis.set_minor_formatter(lambda y, _: "")
     right.set_ylabel("time of the whole workload [s]")
     right.set_title("Seconds")

@@ -7,7 +7,7 @@ calibrates, the other measures. Exact caching, the calibrated gate, the defaults
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ def rewording(model: Model | str | Path | Lab, **options: Any) -> Table:
     choose = [w.seen for w in measured if w.pair.group in first]
     held = [w for w in measured if w.pair.group not in first]
     n_layers = lab.bench.model.config.n_layers
-    found = fit(calibrating(choose), n_layers, MAX_FALSE_ACCEPT)
+    found = fit(choose, n_layers, MAX_FALSE_ACCEPT)
     gates: dict[str, Callable[[Wording], bool | None]] = {
         "exact caching": lambda w: False,
         "calibrated": lambda w: found is not None and found.accepts(w.seen),
@@ -96,21 +96,24 @@ def rewording(model: Model | str | Path | Lab, **options: Any) -> Table:
     return table
 
 
-def calibrating(seen: Sequence[Seen]) -> list[Seen]:
-    """Pairs to calibrate on. A word turned round within a rewording is left out: nothing tells
-    it from a rewording, so with it no gate but a closed one keeps any rate."""
-    return [s for s in seen if s.kind != TURNED_REWORDING]
-
-
 def measured_wordings(lab: Lab) -> list[Wording]:
     """All pairs (shared with `tau_alpha_sweep`). quick: every question's rewordings, its unrelated
-    one and what passes a guard; all pairs of some held-out questions."""
+    one and what passes a guard; all pairs of some held-out questions.
+
+    A word turned round within a rewording is left out of the half that calibrates: nothing tells
+    it from a rewording, so with it no gate but a closed one keeps any rate.
+    """
     by_group = wording_pairs(lab.folder, lab.size(160, None), lab.seed)
     first, second = halves(list(by_group), lab.seed)
     held = [group for group in by_group if group in second]
     everything = set(held[:24] if lab.quick and lab.n is None else by_group)
     centre = [by_group[group][0].root for group in sorted(first)][:N_CENTRE]
-    pairs = [pair for group in by_group.values() for pair in group]
+    pairs = [
+        pair
+        for group in by_group.values()
+        for pair in group
+        if pair.kind != TURNED_REWORDING or pair.group in second
+    ]
     probed = [p.kind in (REWORDING, UNRELATED) or p.group in everything for p in pairs]
     seen = see(lab, pairs, centre, INSTRUCTION, probed)
     return [
@@ -327,19 +330,22 @@ def _reached(row: dict[str, Any]) -> bool:
 
 
 def shown(table: Table) -> list[Table]:
-    """All but the divergence by position."""
-    return [table, table.also["sigma"], table.also["continuation"]]
+    """The gates of the picture, and what sharing changes; the rest is in the files."""
+    rows = [row for row in table.rows if row[0] in _DRAWN]
+    return [replace(table, rows=rows), table.also["continuation"]]
+
+
+_DRAWN = ("calibrated", "default (numbers guard)", "the paper's formula on both wordings")
 
 
 def draw(figure: Figure, table: Table) -> None:
     """Left: acceptance by kind and gate. Right: divergence by position."""
     figure.set_size_inches(9.5, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    gates = ("calibrated", "default (numbers guard)", "the paper's formula on both wordings")
-    for i, gate in enumerate(gates):
+    for i, gate in enumerate(_DRAWN):
         part = table.where(gate=gate)
         bars(left, part.column("kind"), part.column("accepted"), part.column("low"),
-             part.column("high"), i, len(gates), gate)  # fmt: skip
+             part.column("high"), i, len(_DRAWN), gate)  # fmt: skip
     left.set_xlabel("pairs accepted, held-out questions [%]")
     left.set_xlim(0, 100)
     left.set_title("Who may share")

@@ -1,10 +1,11 @@
 """Where measurements are made: one model, a folder that remembers, and somebody who works.
 
-A measurement is a function of a module's top, `measure(bench, **settings) -> plain values`.
-Each result is one line of a JSON-lines file, keyed by a hash of model, engine, function and
-settings; what is there already is not measured again, so that an experiment which was stopped
-goes on. Results come in the order of the items, whoever measured them: this process, others
-(`n_workers`), or other machines (`ray`).
+A measurement is a function of a module's top, `measure(bench, **settings) -> plain values`, or,
+where several are made at once, `measure(bench, [settings, ...]) -> [plain values, ...]`. Each
+result is one line of a JSON-lines file, keyed by a hash of model, engine, function and settings;
+what is there already is not measured again, so that an experiment which was stopped goes on.
+Results come in the order of the items, whoever measured them: this process, others (`n_workers`),
+or other machines (`ray`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import multiprocessing
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,7 @@ from ..session import BranchSession
 from .tasks import find_data
 
 Result = dict[str, Any]
-Measure = Callable[..., Result]
+Measure = Callable[..., Any]
 _SAMPLE = 1 << 20  # bytes of a file's beginning and end that tell it from others
 
 
@@ -118,34 +119,38 @@ class Lab:
         return find_data(self.data)
 
     def measure(
-        self, function: Measure, items: Sequence[dict[str, Any]], timed: bool = False
+        self,
+        function: Measure,
+        items: Sequence[dict[str, Any]],
+        timed: bool = False,
+        together: int | None = None,
     ) -> list[Result]:
-        """The function's result for each item (its settings), in order."""
+        """The function's result for each item (its settings), in order. together: so many items
+        are given to the function at once, which must not change their results."""
         keys = [self._key(function, item) for item in items]
         log = None if self.out is None else Log(Path(self.out) / "raw", function.__name__)
         known = {} if log is None else log.read()
         missing = {k: item for k, item in zip(keys, items, strict=True) if k not in known}
         with Progress(self.progress) as bar:
             bar.phase(function.__name__.replace("_", " "), len(missing), unit="item")
-            for key, done in self._work(function, missing, timed):
-                known[key] = done["result"]
-                if log is not None:
-                    log.append({"key": key, **done})
-                bar.advance(1)
+            for done in self._work(Work.of(function, missing, together), timed):
+                for key, record in done.items():
+                    known[key] = record["result"]
+                    if log is not None:
+                        log.append({"key": key, **record})
+                bar.advance(len(done))
         return [known[key] for key in keys]
 
-    def _work(
-        self, function: Measure, items: dict[str, dict[str, Any]], timed: bool
-    ) -> Iterator[tuple[str, Result]]:
-        if not items:
+    def _work(self, work: list[Work], timed: bool) -> Iterator[dict[str, Result]]:
+        if not work:
             return
         if self.ray and not timed:
-            yield from _by_ray(str(self._path), self.engine, function, items)
+            yield from _by_ray(str(self._path), self.engine, work)
         elif self.n_workers > 1 and not timed:
-            yield from _by_processes(self, function, items)
+            yield from _by_processes(self, work)
         else:
-            for key, item in items.items():
-                yield key, _run(self.bench, function, item)
+            for part in work:
+                yield part.run(self.bench)
 
     def _key(self, function: Measure, item: dict[str, Any]) -> str:
         parts = [self._identity, function.__module__, function.__name__, item]
@@ -186,13 +191,36 @@ class Lab:
 _bench: Bench | None = None  # of a worker process
 
 
-def _run(bench: Bench, function: Measure, item: dict[str, Any]) -> Result:
-    """The result as the file will give it back, and what it took: seconds on the wall, and of
-    all processors."""
-    start, busy = time.perf_counter(), time.process_time()
-    result = json.loads(json.dumps(function(bench, **item), allow_nan=False))
-    seconds, cpu = time.perf_counter() - start, time.process_time() - busy
-    return {"seconds": round(seconds, 3), "cpu": round(cpu, 3), "result": result}
+@dataclass(frozen=True)
+class Work:
+    """What a worker does in one go: items by key, one unless the function takes several."""
+
+    function: Measure
+    items: dict[str, dict[str, Any]]
+    together: bool
+
+    @classmethod
+    def of(
+        cls, function: Measure, items: dict[str, dict[str, Any]], together: int | None
+    ) -> list[Work]:
+        """All items in portions."""
+        keys, n = list(items), together or 1
+        portions = [keys[i : i + n] for i in range(0, len(keys), n)]
+        return [cls(function, {k: items[k] for k in p}, together is not None) for p in portions]
+
+    def run(self, bench: Bench) -> dict[str, Result]:
+        """By key: the result as the file will give it back, and its share of what all took in
+        seconds on the wall, and of all processors."""
+        start, busy = time.perf_counter(), time.process_time()
+        items = list(self.items.values())
+        made = self.function(bench, items) if self.together else [self.function(bench, **items[0])]
+        results = json.loads(json.dumps(made, allow_nan=False))
+        n = len(items)
+        seconds, cpu = (time.perf_counter() - start) / n, (time.process_time() - busy) / n
+        return {
+            key: {"seconds": round(seconds, 3), "cpu": round(cpu, 3), "result": result}
+            for key, result in zip(self.items, results, strict=True)
+        }
 
 
 def _start(path: str, engine: dict[str, Any]) -> None:
@@ -200,34 +228,28 @@ def _start(path: str, engine: dict[str, Any]) -> None:
     _bench = Bench(path, engine)
 
 
-def _run_here(function: Measure, item: dict[str, Any]) -> Result:
+def _run_here(work: Work) -> dict[str, Result]:
     assert _bench is not None
-    return _run(_bench, function, item)
+    return work.run(_bench)
 
 
-def _by_processes(
-    lab: Lab, function: Measure, items: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, Result]]:
-    n = min(lab.n_workers, len(items))
+def _by_processes(lab: Lab, work: list[Work]) -> Iterator[dict[str, Result]]:
+    n = min(lab.n_workers, len(work))
     threads = max(1, _core.default_threads() // n)
     engine = {**lab.engine, "n_threads": lab.engine.get("n_threads") or threads}
     # a forked child could not use an inherited session: each process starts anew
     with ProcessPoolExecutor(
         n, multiprocessing.get_context("spawn"), _start, (str(lab._path), engine)
     ) as pool:
-        futures: dict[Future[Result], str] = {
-            pool.submit(_run_here, function, item): key for key, item in items.items()
-        }
+        futures = [pool.submit(_run_here, part) for part in work]
         try:
             for future in as_completed(futures):
-                yield futures[future], future.result()
+                yield future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _by_ray(
-    path: str, engine: dict[str, Any], function: Measure, items: dict[str, dict[str, Any]]
-) -> Iterator[tuple[str, Result]]:
+def _by_ray(path: str, engine: dict[str, Any], work: list[Work]) -> Iterator[dict[str, Result]]:
     try:
         import ray
     except ImportError:
@@ -235,17 +257,17 @@ def _by_ray(
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
 
-    def task(function: Measure, item: dict[str, Any]) -> Result:
+    def task(part: Work) -> dict[str, Result]:
         if _bench is None:
             _start(path, engine)
-        return _run_here(function, item)
+        return _run_here(part)
 
     remote = ray.remote(task)
-    waiting = {remote.remote(function, item): key for key, item in items.items()}
+    waiting = [remote.remote(part) for part in work]
     while waiting:
-        done, _ = ray.wait(list(waiting))
+        done, waiting = ray.wait(waiting)
         for reference in done:
-            yield waiting.pop(reference), ray.get(reference)
+            yield ray.get(reference)
 
 
 # ---- what is remembered ------------------------------------------------------------------------

@@ -144,12 +144,12 @@ def _findings(table: Table) -> list[Finding]:
 
 
 def shown(table: Table) -> list[Table]:
-    """Every second tau of three gates."""
+    """Every fourth tau of three gates."""
     depth = min(table.where(probe="prefix, centred mean").column("layers"))
     centred = table.where(probe="prefix, centred mean", layers=depth, alpha=1.5)
     parts = [table.where(probe="prefix, last token", alpha=1.5, guard="none"),
              *(centred.where(guard=guard) for guard in ("none", "reworded"))]  # fmt: skip
-    return [replace(part, rows=part.rows[::2]) for part in parts]
+    return [replace(part, rows=part.rows[::4]) for part in parts]
 
 
 def draw(figure: Figure, table: Table) -> None:
