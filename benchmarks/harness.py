@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path = [str(ROOT), *sys.path[1:], str(ROOT / "benchmarks")]
 DATA = ROOT / "data"
 SHOTS = {"rksc_arc": 25, "rksc_gsm8k": 5}
 
@@ -101,9 +101,11 @@ def hf_model(path: Path, batch_size: int) -> Any:
     import torch
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
     import rksc
 
+    disable_progress_bar()
     tokenizer = rksc.load(path).tokenizer
     assert tokenizer is not None
     bos, eos = (tokenizer.decode([i], special=True) for i in (tokenizer.bos_id, tokenizer.eos_id))

@@ -60,7 +60,9 @@ def run_rksc(work: dict[str, Any]) -> dict[str, Any]:
 def run_transformers(work: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if work["threads"]:
         torch.set_num_threads(work["threads"])
     path = Path(work["model"])

@@ -354,6 +354,12 @@ def test_workers_give_the_same_results(tmp_path: Path, smollm2: Model) -> None:
     lab = Lab(smollm2, n_workers=2, engine=dict(engine), progress=False, out=tmp_path)
     assert lab.measure(wordings, items) == alone
     assert Lab(smollm2, engine=dict(engine), out=tmp_path).measure(wordings, items) == alone
+    problems = [
+        asked({"id": "p", "question": f"What is {n} + 4?", "answer": "7", "choices": []})
+        for n in (1, 2, 3)
+    ]
+    apart = Lab(smollm2, engine=dict(engine), progress=False).measure(answers, problems, together=3)
+    assert lab.measure(answers, problems, together=2) == apart
 
 
 def test_ray_gives_the_same_results(smollm2: Model) -> None:

@@ -113,10 +113,10 @@ def draw(figure: Figure, table: Table) -> None:
     names = list(dict.fromkeys(table.column("set")))
     figure.set_size_inches(2.0 + 2.1 * len(names), 3.0)
     panels = figure.subplots(1, len(names), sharey=True, sharex=True, squeeze=False)[0]
-    for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
+    for axes, name in zip(panels, names, strict=True):
         part = table.where(set=name)
         low, high = part.column("low"), part.column("high")
-        bars(axes, part.column("way"), part.column("right"), low, high, colour=i)
+        bars(axes, part.column("way"), part.column("right"), low, high)
         axes.set_title(f"{name}, n = {part.column('problems')[0]}")
         axes.set_xlabel("right answers [%]")
     panels[0].set_ylim(len(table.where(set=names[0])) - 0.4, -0.6)

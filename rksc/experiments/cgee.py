@@ -259,9 +259,14 @@ def _findings(table: Table) -> list[Finding]:
     layers = table.also["layers"]
     settled = layers.column("settled for good")
     half = next((i + 1 for i, s in enumerate(settled) if s >= 50), len(settled))
+    middle, n = layers.dicts()[len(settled) // 2 - 1], len(settled)
+    nine = next(i + 1 for i, w in enumerate(layers.column("winner as at the end")) if w >= 90)
     found.append(Finding(
-        f"Half of the decisions have settled for good after layer {half} of {len(settled)}.",
-        half <= len(settled) / 2,
+        f"Half of the YES or NO decisions have settled for good after layer {half} of {n}. The "
+        f"winner seen after layer {middle['layer']} is the final one in "
+        f"{middle['winner as at the end']:.0f} % of problems [{middle['low']:.0f}, "
+        f"{middle['high']:.0f}]; 90 % are reached after layer {nine}.",
+        nine <= n / 2,
     ))  # fmt: skip
     right = {r["choice by"]: r for r in table.also["baselines"].dicts()}
     verification, others = (
@@ -305,8 +310,10 @@ def draw(figure: Figure, table: Table) -> None:
             yerr=[[row["winners changed"] - row["low"]], [row["high"] - row["winners changed"]]],
             fmt="*", color="black", markersize=8, capsize=2, elinewidth=0.8,
         )  # fmt: skip
+        far = row["net of the lens"] > 50
         left.annotate(row["setting"], (row["net of the lens"], row["winners changed"]),
-                      xytext=(5, 4 + 9 * i), textcoords="offset points", fontsize=7)  # fmt: skip
+                      xytext=(-7 if far else 7, 4 + 12 * i), textcoords="offset points",
+                      ha="right" if far else "left", fontsize=7)  # fmt: skip
     left.set_xlim(-20, 100)
     left.set_xlabel("layers of verification saved, net of the lens [%]")
     left.set_ylabel("winners changed [%]")

@@ -64,12 +64,10 @@ def bars(
     i: int = 0,
     of: int = 1,
     name: str | None = None,
-    colour: int | None = None,
 ) -> None:
-    """Horizontal bars with intervals, top to bottom; series i of `of` side by side. colour: None
-    is the series' own."""
+    """Horizontal bars with intervals, top to bottom; series i of `of` side by side."""
     height = 0.8 / of
-    fill = COLOURS[(i if colour is None else colour) % len(COLOURS)]
+    fill = COLOURS[i % len(COLOURS)]
     y = np.arange(len(labels)) + (i - (of - 1) / 2) * height
     v, below, above = (np.array(x, float) for x in (values, low, high))  # None becomes NaN
     errors = np.clip([v - below, above - v], 0, None)
