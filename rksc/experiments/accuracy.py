@@ -90,7 +90,7 @@ def _findings(table: Table) -> list[Finding]:
     found.append(Finding(
         f"Self-consistency is right in {vote['right']:.1f} %, {vote['against full']:+.1f} "
         f"points against full verification [{vote['from']:+.1f}, {vote['to']:+.1f}].",
-        vote["against full"] <= 0,
+        vote["against full"] < 0,
     ))  # fmt: skip
     for name in PRESETS:
         row = rows[f"best of n, {name}"]

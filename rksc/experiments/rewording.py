@@ -304,7 +304,7 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
         f"and the chosen branch in {true['other winner']:.0f} %; other draws of the same "
         f"wording change the answer in {again['other answer']:.0f} % and the branch in "
         f"{again['other winner']:.0f} % (n = {true['pairs']}).",
-        true["other answer"] <= again["other answer"],
+        true["answer high"] < again["answer low"],
     ))  # fmt: skip
     if NUMBER_CHANGED in follow:
         number = follow[NUMBER_CHANGED]
