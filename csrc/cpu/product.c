@@ -357,9 +357,9 @@ static void store_key(const cpu_device *dev, char *block, int32_t offset,
     }
 }
 
-/* Rows of one head of K or V into the pool. */
-static void store_rows(const qkv_job *job, const range *r, int32_t kv_head,
-                       bool key, const float *rows, void *act)
+/* A row of one head of K or V into the pool; `act`: scratch for one. */
+static void store_row(const qkv_job *job, int32_t row, int32_t kv_head,
+                      bool key, const float *x, void *act)
 {
     const cpu_device *dev = job->dev;
     const int32_t head_dim = dev->config.head_dim;
@@ -368,28 +368,24 @@ static void store_rows(const qkv_job *job, const range *r, int32_t kv_head,
     const int64_t head =
         job->layer_id * dev->layer_bytes +
         ((key ? 0 : dev->config.n_kv_heads) + kv_head) * head_bytes;
-    for (int32_t i = 0; i < r->m; i++) {
-        int64_t slot = dev->batch.slots[r->m_begin + i];
-        if (slot < 0) {
-            continue;
-        }
-        int32_t offset = (int32_t)(slot & (dev->extent.block_tokens - 1));
-        char *block =
-            dev->kv + (slot >> dev->block_shift) * dev->block_bytes + head;
-        const bool plain = !key && !(dev->bf16 && dev->kernels->store_value);
-        if (!plain) {
-            dev->kernels->convert[dev->bf16](act, rows + i * head_dim,
-                                             head_dim);
-        }
-        if (key) {
-            store_key(dev, block, offset, act);
-        } else if (!plain) {
-            dev->kernels->store_value(block, offset, dev->extent.block_tokens,
-                                      act, head_dim);
-        } else {
-            dev->kernels->convert[dev->bf16](block + offset * row_bytes,
-                                             rows + i * head_dim, head_dim);
-        }
+    const int64_t slot = dev->batch.slots[row];
+    if (slot < 0) {
+        return;
+    }
+    const int32_t offset = (int32_t)(slot & (dev->extent.block_tokens - 1));
+    char *block =
+        dev->kv + (slot >> dev->block_shift) * dev->block_bytes + head;
+    if (!key && !(dev->bf16 && dev->kernels->store_value)) {
+        dev->kernels->convert[dev->bf16](block + offset * row_bytes, x,
+                                         head_dim);
+        return;
+    }
+    dev->kernels->convert[dev->bf16](act, x, head_dim);
+    if (key) {
+        store_key(dev, block, offset, act);
+    } else {
+        dev->kernels->store_value(block, offset, dev->extent.block_tokens, act,
+                                  head_dim);
     }
 }
 
@@ -414,19 +410,21 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
     float *rows = cpu_scratch(dev, thread);
     void *act = rows + (int64_t)r.m * head_dim;
     multiply(dev, rows, head_dim, &job->a, w, &r, false, thread);
-    for (int32_t i = 0; !value && i < r.m; i++) {
-        int64_t angle = (int64_t)(r.m_begin + i) * half;
-        dev->kernels->rope(rows + i * head_dim, dev->cosine + angle,
-                           dev->sine + angle, half, config->rope_interleaved);
-    }
-    for (int32_t i = 0; query && i < r.m; i++) {
-        int64_t at = ((int64_t)(r.m_begin + i) * n_heads + head) * head_dim;
-        dev->kernels->convert[dev->bf16](job->out +
-                                             at * (int64_t)dev->act_bytes,
-                                         rows + i * head_dim, head_dim);
-    }
-    if (!query) {
-        store_rows(job, &r, head - first, !value, rows, act);
+    for (int32_t i = 0; i < r.m; i++) {
+        const int64_t row = r.m_begin + i;
+        float *x = rows + (int64_t)i * head_dim;
+        if (!value) {
+            dev->kernels->rope(x, dev->cosine + row * half,
+                               dev->sine + row * half, half,
+                               config->rope_interleaved);
+        }
+        if (query) {
+            int64_t at = (row * n_heads + head) * head_dim;
+            dev->kernels->convert[dev->bf16](
+                job->out + at * (int64_t)dev->act_bytes, x, head_dim);
+        } else {
+            store_row(job, (int32_t)row, head - first, !value, x, act);
+        }
     }
 }
 
