@@ -7,6 +7,9 @@ them: a chat prompt and n samples of exactly --new tokens. The others get the sa
 as many: transformers with n sequences a call, llama.cpp (through llama-cpp-python, which keeps the
 prefix of its last prompt) with n runs a call. Each runs in a process of its own, one after the
 other. The share of prompt tokens that came from the cache is rksc's `usage`.
+
+Compiled by gcc 12, llama.cpp stops at an illegal instruction on quantised files where there is AMX
+(docs/speed.md): give it a file in BF16.
 """
 
 from __future__ import annotations
@@ -99,20 +102,26 @@ def run_llama(work: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began}
 
 
+LIBRARY = {"rksc": "rksc", "transformers": "transformers", "llama.cpp": "llama_cpp"}
+MISSING = 3
 ENGINES = {"rksc": run_rksc, "transformers": run_transformers, "llama.cpp": run_llama}
 
 
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def child(python: str, engine: str, work: Path) -> dict[str, Any] | None:
-    """Run one engine in a process of its own; None where its library is missing."""
+def child(python: str, engine: str, work: Path) -> dict[str, Any] | str:
+    """Run one engine in a process of its own; why it did not, where it did not."""
     done = subprocess.run(
         [python, __file__, "--engine", engine, "--work", str(work)],
         stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
-    return json.loads(lines[-1]) if done.returncode == 0 and lines else None
+    if done.returncode == 0 and lines:
+        return dict(json.loads(lines[-1]))
+    if done.returncode == MISSING:
+        return f"{python} has no {LIBRARY[engine]}"
+    return f"it ended with status {done.returncode}"
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -142,8 +151,8 @@ def compare(options: argparse.Namespace) -> int:
         file.write_text(json.dumps(work))
         for engine in options.only or ENGINES:
             result = child(pythons.get(engine) or sys.executable, engine, file)
-            if result is None:
-                print(f"{engine:13} not run (its library is missing, or it failed)")
+            if isinstance(result, str):
+                print(f"{engine:13} not run: {result}")
                 continue
             base = base or result["seconds"]
             line = f"{engine:13} {result['seconds']:8.1f} s   {result['seconds'] / base:5.1f} x"
@@ -169,9 +178,8 @@ def main() -> int:
     options.calls = options.calls or None
     if options.engine is None:
         return compare(options)
-    library = {"rksc": "rksc", "transformers": "transformers", "llama.cpp": "llama_cpp"}
-    if importlib.util.find_spec(library[options.engine]) is None:
-        return 1
+    if importlib.util.find_spec(LIBRARY[options.engine]) is None:
+        return MISSING
     print(json.dumps(ENGINES[options.engine](json.loads(options.work.read_text()))))
     return 0
 
