@@ -1,6 +1,8 @@
 /* Attention in AMX tiles (included by kernels_amx.c).
  *
- * Scores: sixteen (row, head) pairs by sixteen keys; K lies in its block as a
+ * PASS_PAIRS (row, head) pairs at a time, so that their scores stay in the
+ * first cache from one of three steps to the next. Scores: sixteen pairs by
+ * sixteen keys; K lies in its block as a
  * tile wants it, (pairs of dimensions, keys, 2). Values: sixteen pairs by
  * sixteen dimensions over groups of 32 keys that start at multiples of 32, so
  * that a group is summed in the same way wherever segments are cut; V lies in
@@ -8,9 +10,11 @@
  * together first, zeros where a key belongs to nobody. Weights are split into
  * two bf16 numbers, p = high + low to 16 bits, so that they cost no accuracy.
  */
+#define PASS_PAIRS (2 * SIDE)
 #define GROUP_KEYS 32
-#define PAIR_BYTES (RK_TILE * 4) /* of a pair's scores; later high, low */
-#define LOW_BYTES (RK_TILE * 2)  /* where the low halves start */
+#define PAIR_BYTES (RK_TILE * 4)     /* of a pair's scores */
+#define GROUP_BYTES (GROUP_KEYS * 4) /* later: high halves of a group, low */
+#define LOW_BYTES (GROUP_KEYS * 2)   /* where the low halves start */
 
 static int32_t round_up(int32_t n, int32_t to)
 {
@@ -58,26 +62,30 @@ static key_tile copy_keys(char *to, const key_vector *from,
     return tile;
 }
 
-/* Rows that do not fill a tile, or keys that do not, go through here. */
-static void put_scores(float *scores, const float *sums, int32_t rows,
-                       int32_t n)
-{
-    for (int32_t i = 0; i < rows; i++) {
-        vf_store_n(scores + i * RK_TILE, vf_load(sums + i * SIDE), n);
-    }
-}
+/* A tile of scores to the pairs' slots. Where it starts at a multiple of
+ * sixteen, slots behind its keys are still free. */
+#define PUT_SCORES(tile, to, keys)                                             \
+    do {                                                                       \
+        if ((keys)->slot % SIDE == 0) {                                        \
+            _tile_stored(tile, to, PAIR_BYTES);                                \
+        } else {                                                               \
+            _tile_stored(tile, sums, 64);                                      \
+            BARRIER();                                                         \
+            for (int32_t r = 0; r < SIDE; r++) {                               \
+                vf_store_n((to) + r * RK_TILE, vf_load(sums + r * SIDE),       \
+                           (keys)->n);                                         \
+            }                                                                  \
+        }                                                                      \
+    } while (0)
 
-/* Two tiles of keys by two tiles of pairs; `n` pairs from q on. */
+/* Two tiles of keys by the pairs of a pass, one tile of them or two. */
 static void score_tiles(float *scores, const char *q, int32_t steps,
                         size_t q_bytes, const key_tile *a, const key_tile *b,
-                        int32_t n)
+                        bool two)
 {
-    const bool two = n > SIDE;
-    const char *q2 = two ? q + SIDE * q_bytes : q;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    _Alignas(64) float sums[SIDE * SIDE];
+    const char *q2 = q + SIDE * q_bytes;
+    zero_tiles();
     for (int32_t s = 0; s < steps; s++) {
         _tile_loadd(4, q + s * 64, (long)q_bytes);
         _tile_loadd(6, a->k + s * SIDE * a->stride, a->stride);
@@ -90,131 +98,133 @@ static void score_tiles(float *scores, const char *q, int32_t steps,
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    if (a->n == SIDE && b->n == SIDE && n >= 2 * SIDE) {
-        _tile_stored(0, scores + a->slot, PAIR_BYTES);
-        _tile_stored(1, scores + b->slot, PAIR_BYTES);
-        _tile_stored(2, scores + SIDE * RK_TILE + a->slot, PAIR_BYTES);
-        _tile_stored(3, scores + SIDE * RK_TILE + b->slot, PAIR_BYTES);
-        BARRIER();
-        return;
+    PUT_SCORES(0, scores + a->slot, a);
+    PUT_SCORES(1, scores + b->slot, b);
+    if (two) {
+        PUT_SCORES(2, scores + SIDE * RK_TILE + a->slot, a);
+        PUT_SCORES(3, scores + SIDE * RK_TILE + b->slot, b);
     }
-    _Alignas(64) float sums[4][SIDE * SIDE];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
     BARRIER();
-    const int32_t first = two ? SIDE : n, second = n - first;
-    put_scores(scores + a->slot, sums[0], first, a->n);
-    put_scores(scores + b->slot, sums[1], first, b->n);
-    put_scores(scores + SIDE * RK_TILE + a->slot, sums[2], second, a->n);
-    put_scores(scores + SIDE * RK_TILE + b->slot, sums[3], second, b->n);
 }
 
-static void tile_scores(float *scores, const void *q, const cpu_keys *keys,
-                        int32_t key_begin, int32_t key_end, int32_t n,
-                        void *scratch)
+/* Scores of a pass over the keys of one piece. copied: room for two tiles of
+ * keys. */
+static void tile_scores(float *scores, const char *q, const cpu_piece *piece,
+                        bool two, char *copied)
 {
+    const cpu_keys *keys = &piece->keys;
     const size_t q_bytes = tile_query_bytes(keys->head_dim);
     const int32_t steps = round_up(keys->head_dim, DEPTH) / DEPTH;
-    const size_t tile_bytes = (size_t)steps * TILE_BYTES;
     key_tile tiles[2];
-    configure();
-    for (int32_t key = key_begin; key < key_end;) {
+    for (int32_t key = piece->begin; key < piece->end;) {
         int n_tiles = 0;
-        while (n_tiles < 2 && key < key_end) {
-            key_vector one = next_keys(keys, key, key_end);
+        while (n_tiles < 2 && key < piece->end) {
+            key_vector one = next_keys(keys, key, piece->end);
             key += one.n;
             if (one.n == SIDE && keys->head_dim % DEPTH == 0) {
                 tiles[n_tiles] =
                     (key_tile){one.k, 4L << keys->block_shift, one.n, one.slot};
             } else {
                 tiles[n_tiles] = copy_keys(
-                    (char *)scratch + n_tiles * tile_bytes, &one, keys);
+                    copied + n_tiles * steps * TILE_BYTES, &one, keys);
             }
             n_tiles++;
         }
         if (n_tiles == 1) {
             tiles[1] = tiles[0]; /* twice the same: nothing to treat apart */
         }
-        for (int32_t i = 0; i < n; i += 2 * SIDE) {
-            score_tiles(scores + i * RK_TILE,
-                        (const char *)q + (size_t)i * q_bytes, steps, q_bytes,
-                        &tiles[0], &tiles[1],
-                        n - i < 2 * SIDE ? n - i : 2 * SIDE);
-        }
+        score_tiles(scores, q, steps, q_bytes, &tiles[0], &tiles[1], two);
     }
-    _tile_release();
 }
 
 /* ---- softmax
  * ------------------------------------------------------------------- */
 
-/* Two vectors of weights to high and low halves at slot `at`. High is cut, not
- * rounded: then low is exact before its own rounding. */
-INLINE void put_weights(uint16_t *high, int32_t at, vf a, vf b)
+/* 2^x for x <= 0, with an error of 1.5e-7 of it; 2^0 is 1. */
+INLINE vf exp2_below(vf x)
+{
+    const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); /* x - floor x */
+    vf p = vf_set1(0x1.e974fcp-10f);
+    p = vf_fma(p, r, vf_set1(0x1.277854p-7f));
+    p = vf_fma(p, r, vf_set1(0x1.c91ce6p-5f));
+    p = vf_fma(p, r, vf_set1(0x1.ebdb56p-3f));
+    p = vf_fma(p, r, vf_set1(0x1.62e4bap-1f));
+    p = vf_fma(p, r, vf_set1(1.0f));
+    return _mm512_scalef_ps(p, x); /* p 2^(floor x) */
+}
+
+/* The scores of a group, from its vector i on, where the row has slots [lo,
+ * hi); -inf elsewhere. */
+INLINE vf score_vector(const float *scores, int32_t i, cpu_span use, bool whole)
+{
+    vf s = vf_load(scores + i);
+    return whole
+               ? s
+               : vf_select_range(use.lo - i, use.hi - i, s, vf_set1(-INFINITY));
+}
+
+static inline __attribute__((always_inline)) float
+largest_score(const float *scores, cpu_span use, int32_t n, bool whole)
+{
+    vf max = score_vector(scores, 0, use, whole);
+    UNROLL
+    for (int32_t i = LANES; i < n; i += LANES) {
+        max = vf_max(max, score_vector(scores, i, use, whole));
+    }
+    return vf_hmax(max);
+}
+
+/* The first n slots, whole groups, from scores to weights e^(scale (s - max)),
+ * in two halves. High is cut, not rounded: then low is exact before its own
+ * rounding. Returns their sum. */
+static inline __attribute__((always_inline)) float
+weigh_scores(float *scores, cpu_span use, int32_t n, float max, float scale,
+             bool whole)
 {
     const vf mask = _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000));
-    vf a_high = _mm512_and_ps(a, mask), b_high = _mm512_and_ps(b, mask);
-    vb top = (vb)_mm512_cvtne2ps_pbh(b_high, a_high);
-    vb rest = (vb)_mm512_cvtne2ps_pbh(vf_sub(b, b_high), vf_sub(a, a_high));
-    vb_store(high + at, top);
-    vb_store(high + RK_TILE + at, rest);
-}
-
-/* As softmax_tile, but leaves the weights as bf16: high halves of all RK_TILE
- * slots, then low halves, zero where the row has no key. Of the slots only the
- * first `vectors` are looked at; the others would add zeros. */
-static inline __attribute__((always_inline)) cpu_partial softmax_of(
-    float *scores, int32_t lo, int32_t hi, float scale, int vectors, bool whole)
-{
-    enum { N = RK_TILE / LANES };
-    const vf least = vf_set1(-INFINITY);
-    vf s[N], max = least;
-    UNROLL
-    for (int32_t i = 0; i < vectors; i++) {
-        s[i] = vf_load(scores + i * LANES);
-        if (!whole) {
-            s[i] = vf_select_range(lo - i * LANES, hi - i * LANES, s[i], least);
-        }
-        max = vf_max(max, s[i]);
-    }
-    cpu_partial part;
-    part.max = vf_hmax(max) * scale;
-    const vf top = vf_set1(part.max), by = vf_set1(scale);
+    const vf top = vf_set1(max), by = vf_set1(scale * 1.44269504088896341f);
     vf even = vf_zero(), odd = vf_zero();
-    UNROLL
-    for (int32_t i = 0; i < vectors; i += 2) {
-        vf a = vf_exp_below(_mm512_fmsub_ps(s[i], by, top));
-        vf b = vf_exp_below(_mm512_fmsub_ps(s[i + 1], by, top));
+    for (int32_t i = 0; i < n; i += GROUP_KEYS) {
+        vf a = score_vector(scores, i, use, whole);
+        vf b = score_vector(scores, i + LANES, use, whole);
+        a = exp2_below(vf_mul(vf_sub(a, top), by));
+        b = exp2_below(vf_mul(vf_sub(b, top), by));
         even = vf_add(even, a);
         odd = vf_add(odd, b);
-        put_weights((uint16_t *)scores, i * LANES, a, b);
+        vf a_high = _mm512_and_ps(a, mask), b_high = _mm512_and_ps(b, mask);
+        vb high = (vb)_mm512_cvtne2ps_pbh(b_high, a_high);
+        vb low = (vb)_mm512_cvtne2ps_pbh(vf_sub(b, b_high), vf_sub(a, a_high));
+        vb_store((uint16_t *)(scores + i), high);
+        vb_store((uint16_t *)(scores + i + LANES), low);
     }
-    UNROLL
-    for (int32_t i = vectors; i < N; i += 2) {
-        put_weights((uint16_t *)scores, i * LANES, vf_zero(), vf_zero());
-    }
-    part.sum = vf_sum(vf_add(even, odd));
-    return part;
+    return vf_sum(vf_add(even, odd));
 }
 
-static cpu_partial tile_softmax(float *scores, int32_t lo, int32_t hi,
-                                float scale)
+/* As softmax_tile for the n pairs of a pass. Slots behind a row's last group of
+ * keys become zero; they would add nothing. All maxima come first: one alone
+ * would be waited for. */
+static void tile_softmax(float *scores, cpu_partial *part, const cpu_span *use,
+                         int32_t n, float scale)
 {
-    if (lo == 0 && hi == RK_TILE) {
-        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES, true);
+    for (int32_t i = 0; i < n; i++) {
+        const float *row = scores + i * RK_TILE;
+        part[i].max = use[i].hi - use[i].lo == RK_TILE
+                          ? largest_score(row, use[i], RK_TILE, true)
+                          : largest_score(row, use[i], use[i].hi, false);
     }
-    switch ((hi - 1) / (RK_TILE / 4)) {
-    case 0:
-        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES / 4, false);
-    case 1:
-        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES / 2, false);
-    case 2:
-        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES * 3 / 4,
-                          false);
-    default:
-        return softmax_of(scores, lo, hi, scale, RK_TILE / LANES, false);
+    for (int32_t i = 0; i < n; i++) {
+        float *row = scores + i * RK_TILE;
+        const float max = part[i].max;
+        if (use[i].hi - use[i].lo == RK_TILE) {
+            part[i].sum = weigh_scores(row, use[i], RK_TILE, max, scale, true);
+        } else if (use[i].lo < use[i].hi) {
+            const int32_t end = round_up(use[i].hi, GROUP_KEYS);
+            part[i].sum = weigh_scores(row, use[i], end, max, scale, false);
+            memset(row + end, 0, (size_t)(RK_TILE - end) * sizeof *row);
+        } else {
+            part[i].sum = 0.0f;
+        }
+        part[i].max = max * scale;
     }
 }
 
@@ -224,11 +234,6 @@ static cpu_partial tile_softmax(float *scores, int32_t lo, int32_t hi,
 static int32_t tile_acc_stride(int32_t head_dim)
 {
     return round_up(head_dim, SIDE);
-}
-
-static size_t tile_value_bytes(int32_t head_dim)
-{
-    return (size_t)RK_TILE * (size_t)tile_acc_stride(head_dim) * 2;
 }
 
 /* One row of V into its block. */
@@ -285,103 +290,143 @@ static void copy_values(uint16_t *to, int32_t stride, const cpu_piece *piece)
     }
 }
 
-/* Up to SIDE pairs by up to four tiles of dimensions from `v` on: sums over
- * the groups [begin, end) of the tile. */
+/* One or two tiles of pairs by one or two of dimensions: sums over `n` groups
+ * of keys. */
 static inline __attribute__((always_inline)) void
-value_tiles(float *out, int32_t stride, const char *p, const char *v,
-            int32_t begin, int32_t end, int n_tiles)
+value_tiles(float *out, int32_t stride, const char *p, const char *v, int32_t n,
+            bool two_pairs, bool two_dims)
 {
     const long row = (long)stride * 4;
-    p += begin * GROUP_KEYS * 2;
-    v += (int64_t)begin * GROUP_KEYS / 2 * row;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int32_t g = begin; g < end; g++) {
-        _tile_loadd(4, p, PAIR_BYTES);
-        _tile_loadd(5, p + LOW_BYTES, PAIR_BYTES);
+    zero_tiles();
+    for (int32_t g = 0; g < n; g++) {
         _tile_loadd(6, v, row);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(0, 5, 6);
-        if (n_tiles > 1) {
+        if (two_dims) {
             _tile_loadd(7, v + 64, row);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(1, 5, 7);
         }
-        if (n_tiles > 2) {
-            _tile_loadd(6, v + 128, row);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
+        UNROLL
+        for (int half = 0; half < 2; half++) { /* high, low */
+            _tile_loadd(4, p + half * LOW_BYTES, PAIR_BYTES);
+            _tile_dpbf16ps(0, 4, 6);
+            if (two_dims) {
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            if (two_pairs) {
+                _tile_loadd(5, p + SIDE * PAIR_BYTES + half * LOW_BYTES,
+                            PAIR_BYTES);
+                _tile_dpbf16ps(2, 5, 6);
+                if (two_dims) {
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
         }
-        if (n_tiles > 3) {
-            _tile_loadd(7, v + 192, row);
-            _tile_dpbf16ps(3, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        p += GROUP_KEYS * 2;
+        p += GROUP_BYTES;
         v += GROUP_KEYS / 2 * row;
     }
     _tile_stored(0, out, row);
-    if (n_tiles > 1) {
+    if (two_dims) {
         _tile_stored(1, out + SIDE, row);
     }
-    if (n_tiles > 2) {
-        _tile_stored(2, out + 2 * SIDE, row);
+    if (two_pairs) {
+        _tile_stored(2, out + SIDE * stride, row);
+        if (two_dims) {
+            _tile_stored(3, out + SIDE * stride + SIDE, row);
+        }
     }
-    if (n_tiles > 3) {
-        _tile_stored(3, out + 3 * SIDE, row);
+}
+
+/* Weighted values of a pass over the groups [begin, end) of the tile. */
+static void tile_values(float *acc, int32_t stride, const float *scores,
+                        const char *values, int32_t begin, int32_t end,
+                        bool two)
+{
+    const char *p = (const char *)scores + begin * GROUP_BYTES;
+    const char *v = values + (int64_t)begin * GROUP_KEYS * stride * 2;
+    const int32_t n = end - begin;
+    for (int32_t d = 0; d < stride; d += 2 * SIDE) {
+        const bool two_dims = stride - d > SIDE;
+        if (two && two_dims) {
+            value_tiles(acc + d, stride, p, v + d * 4, n, true, true);
+        } else if (two) {
+            value_tiles(acc + d, stride, p, v + d * 4, n, true, false);
+        } else if (two_dims) {
+            value_tiles(acc + d, stride, p, v + d * 4, n, false, true);
+        } else {
+            value_tiles(acc + d, stride, p, v + d * 4, n, false, false);
+        }
     }
     BARRIER();
 }
 
-/* acc rows are padded to a multiple of SIDE rows' memory by the caller, and
- * runs come in rising order, so what a partial tile writes behind its rows is
- * overwritten by the next run. */
-static void tile_values(float *acc, const float *p, const cpu_piece *pieces,
-                        int32_t n_pieces, int32_t n, void *scratch)
+/* The values of the groups [begin, end) that the pieces are in, zeros where a
+ * key belongs to nobody. */
+static void gather_values(char *values, int32_t stride, const cpu_run *run,
+                          int32_t begin, int32_t end)
 {
-    const int32_t head_dim = pieces[0].keys.head_dim;
-    const int32_t stride = tile_acc_stride(head_dim);
-    const int32_t first = pieces[0].begin % RK_TILE;
-    const int32_t last = (pieces[n_pieces - 1].end - 1) % RK_TILE;
-    const int32_t begin = first / GROUP_KEYS, end = last / GROUP_KEYS + 1;
     const size_t group_bytes = (size_t)GROUP_KEYS * (size_t)stride * 2;
-    bool dense = stride == head_dim;
-    for (int32_t i = 1; i < n_pieces; i++) {
-        dense = dense && pieces[i].begin == pieces[i - 1].end;
+    bool dense = stride == run->pieces[0].keys.head_dim;
+    for (int32_t i = 1; i < run->n_pieces; i++) {
+        dense = dense && run->pieces[i].begin == run->pieces[i - 1].end;
     }
     if (dense) { /* only the edges have places without a key */
-        memset((char *)scratch + (size_t)begin * group_bytes, 0, group_bytes);
-        memset((char *)scratch + (size_t)(end - 1) * group_bytes, 0,
-               group_bytes);
+        memset(values + (size_t)begin * group_bytes, 0, group_bytes);
+        memset(values + (size_t)(end - 1) * group_bytes, 0, group_bytes);
     } else {
-        memset((char *)scratch + (size_t)begin * group_bytes, 0,
+        memset(values + (size_t)begin * group_bytes, 0,
                (size_t)(end - begin) * group_bytes);
     }
-    for (int32_t i = 0; i < n_pieces; i++) {
-        copy_values(scratch, stride, &pieces[i]);
+    for (int32_t i = 0; i < run->n_pieces; i++) {
+        copy_values((uint16_t *)values, stride, &run->pieces[i]);
     }
+    BARRIER();
+}
+
+/* ---- all of it
+ * ------------------------------------------------------------------ */
+
+#define SCORE_BYTES (PASS_PAIRS * PAIR_BYTES)
+
+static size_t attend_value_bytes(int32_t head_dim)
+{
+    return (size_t)RK_TILE * (size_t)tile_acc_stride(head_dim) * 2;
+}
+
+/* Scores of a pass, values of a tile, two tiles of keys. */
+static size_t tile_attend_bytes(int32_t head_dim)
+{
+    return SCORE_BYTES + attend_value_bytes(head_dim) +
+           2 * SIDE * tile_query_bytes(head_dim);
+}
+
+static void tile_attend(const cpu_run *run)
+{
+    const cpu_piece *pieces = run->pieces;
+    const int32_t head_dim = pieces[0].keys.head_dim;
+    const int32_t stride = tile_acc_stride(head_dim);
+    const size_t q_bytes = tile_query_bytes(head_dim);
+    const int32_t first = pieces[0].begin % RK_TILE;
+    const int32_t last = (pieces[run->n_pieces - 1].end - 1) % RK_TILE;
+    const int32_t begin = first / GROUP_KEYS, end = last / GROUP_KEYS + 1;
+    const int32_t n_pairs = run->n_rows * run->group;
+    float *scores = run->scratch;
+    char *values = (char *)run->scratch + SCORE_BYTES;
+    char *copied = values + attend_value_bytes(head_dim);
+    gather_values(values, stride, run, begin, end);
     configure();
-    for (int32_t i = 0; i < n; i += SIDE) {
-        const char *weights = (const char *)(p + i * RK_TILE);
-        for (int32_t d = 0; d < stride; d += 4 * SIDE) {
-            float *out = acc + (int64_t)i * stride + d;
-            const char *v = (const char *)scratch + d * 4;
-            switch ((stride - d) / SIDE) {
-            case 1:
-                value_tiles(out, stride, weights, v, begin, end, 1);
-                break;
-            case 2:
-                value_tiles(out, stride, weights, v, begin, end, 2);
-                break;
-            case 3:
-                value_tiles(out, stride, weights, v, begin, end, 3);
-                break;
-            default:
-                value_tiles(out, stride, weights, v, begin, end, 4);
-            }
+    for (int32_t i = 0; i < n_pairs; i += PASS_PAIRS) {
+        const int32_t n = at_most(n_pairs - i, PASS_PAIRS);
+        const bool two = n > SIDE;
+        for (int32_t j = 0; j < run->n_pieces; j++) {
+            tile_scores(scores, (const char *)run->q + (size_t)i * q_bytes,
+                        &pieces[j], two, copied);
         }
+        cpu_span use[PASS_PAIRS];
+        for (int32_t j = 0; j < n; j++) {
+            use[j] = run->use[(i + j) / run->group];
+        }
+        tile_softmax(scores, run->part + i, use, n, run->scale);
+        BARRIER();
+        tile_values(run->acc + (int64_t)i * stride, stride, scores, values,
+                    begin, end, two);
     }
     _tile_release();
 }

@@ -22,7 +22,8 @@ typedef struct attention_job {
     char *out;
     const char *q;
     int32_t layer_id;
-    int32_t window;        /* 0: all */
+    int32_t window; /* 0: all */
+    float scale;
     int64_t partial_bytes; /* of one tile of one KV head */
 } attention_job;
 
@@ -33,13 +34,13 @@ typedef struct workspace {
     float *acc, *all_acc; /* (pairs, acc_stride) */
     cpu_partial *part, *all;
     char *q;      /* (pairs, query_bytes) */
-    char *values; /* of run_values and scores */
+    char *attend; /* of the kernel of this name */
 } workspace;
 
-/* Whether values are summed over whole tiles for runs of rows. */
+/* Whether one kernel does all for runs of rows. */
 static bool by_runs(const cpu_device *dev)
 {
-    return dev->bf16 && dev->kernels->run_values != NULL;
+    return dev->bf16 && dev->kernels->attend != NULL;
 }
 
 static int32_t max_pairs(const cpu_device *dev)
@@ -65,8 +66,13 @@ static size_t lay_out(const cpu_device *dev, char *at, workspace *ws)
     const size_t q_bytes =
         pairs * dev->kernels->query_bytes[dev->bf16](dev->config.head_dim);
     size_t size = 0;
-    ws->scores = (float *)at;
-    size += carve(&at, pairs * RK_TILE * sizeof(float));
+    if (by_runs(dev)) {
+        ws->attend = at;
+        size += carve(&at, dev->kernels->attend_bytes(dev->config.head_dim));
+    } else {
+        ws->scores = (float *)at;
+        size += carve(&at, pairs * RK_TILE * sizeof(float));
+    }
     ws->acc = (float *)at;
     size += carve(&at, acc_bytes);
     ws->all_acc = (float *)at;
@@ -77,10 +83,6 @@ static size_t lay_out(const cpu_device *dev, char *at, workspace *ws)
     size += carve(&at, part_bytes);
     ws->q = at;
     size += carve(&at, q_bytes);
-    ws->values = at;
-    if (by_runs(dev)) {
-        size += carve(&at, dev->kernels->value_bytes(dev->config.head_dim));
-    }
     return size;
 }
 
@@ -91,19 +93,22 @@ size_t cpu_attention_scratch(const cpu_device *dev)
     return lay_out(dev, start, &ws);
 }
 
+static void no_keys(cpu_partial *part, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++) {
+        part[i] = (cpu_partial){-INFINITY, 0.0f};
+    }
+}
+
 /* ---- one tile ---------------------------------------------------------------
  */
 
 /* Keys of [begin, end) that the row at `position` uses. */
-typedef struct span {
-    int32_t lo, hi;
-} span;
-
-static span row_keys(const attention_job *job, int32_t row, int32_t begin,
-                     int32_t end)
+static cpu_span row_keys(const attention_job *job, int32_t row, int32_t begin,
+                         int32_t end)
 {
     int32_t position = job->dev->batch.positions[row];
-    span s = {begin, cpu_min(end, position + 1)};
+    cpu_span s = {begin, cpu_min(end, position + 1)};
     if (job->window > 0) {
         s.lo = cpu_max(begin, position + 1 - job->window);
     }
@@ -112,12 +117,12 @@ static span row_keys(const attention_job *job, int32_t row, int32_t begin,
 
 /* The smallest span that holds the keys of rows [row, row_end) among the
  * segment's. */
-static span rows_keys(const attention_job *job, const rk_segment *segment,
-                      int32_t row, int32_t row_end)
+static cpu_span rows_keys(const attention_job *job, const rk_segment *segment,
+                          int32_t row, int32_t row_end)
 {
-    span all = {segment->key_end, segment->key_begin};
+    cpu_span all = {segment->key_end, segment->key_begin};
     for (; row < row_end; row++) {
-        span s = row_keys(job, row, segment->key_begin, segment->key_end);
+        cpu_span s = row_keys(job, row, segment->key_begin, segment->key_end);
         if (s.lo < s.hi) {
             all.lo = cpu_min(all.lo, s.lo);
             all.hi = cpu_max(all.hi, s.hi);
@@ -152,7 +157,8 @@ static void add_values(const attention_job *job, const workspace *ws,
 {
     const cpu_device *dev = job->dev;
     const int32_t group = dev->group;
-    span own[RK_CHUNK_ROWS], common = {segment->key_begin, segment->key_end};
+    cpu_span own[RK_CHUNK_ROWS],
+        common = {segment->key_begin, segment->key_end};
     for (int32_t i = 0; i < n; i++) {
         own[i] = row_keys(job, row + i, segment->key_begin, segment->key_end);
         common.lo = cpu_max(common.lo, own[i].lo);
@@ -209,19 +215,27 @@ static void add_segments(const attention_job *job, const workspace *ws,
 }
 
 /* The other way: rows that have the same segments in this tile form a run,
- * whose keys are summed at once. */
-static void add_runs(const attention_job *job, const workspace *ws,
-                     const rk_chunk *chunk, const cpu_tile *tile,
-                     int32_t kv_head)
+ * for which one kernel does it all. */
+static void attend_runs(const attention_job *job, const workspace *ws,
+                        const rk_chunk *chunk, const cpu_tile *tile,
+                        int32_t kv_head)
 {
     const cpu_device *dev = job->dev;
     const rk_segment *segments = dev->batch.segments;
     const int32_t n_rows = chunk->row_end - chunk->row_begin;
+    const int32_t tile_begin =
+        segments[tile->segment_begin].key_begin / RK_TILE * RK_TILE;
     bool cut[RK_CHUNK_ROWS + 1] = {false};
+    cpu_span slots[RK_CHUNK_ROWS];
     cpu_piece pieces[RK_TILE]; /* segments of a row do not overlap */
     for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
         cut[segments[s].row_begin - chunk->row_begin] = true;
         cut[segments[s].row_end - chunk->row_begin] = true;
+    }
+    for (int32_t i = 0; i < n_rows; i++) {
+        cpu_span use = row_keys(job, chunk->row_begin + i, tile_begin,
+                                tile_begin + RK_TILE);
+        slots[i] = (cpu_span){use.lo - tile_begin, use.hi - tile_begin};
     }
     for (int32_t i = 0, end; i < n_rows; i = end) {
         const int32_t row = chunk->row_begin + i;
@@ -230,7 +244,7 @@ static void add_runs(const attention_job *job, const workspace *ws,
         }
         for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
             if (segments[s].row_begin <= row && row < segments[s].row_end) {
-                span use =
+                cpu_span use =
                     rows_keys(job, &segments[s], row, chunk->row_begin + end);
                 if (use.lo < use.hi) {
                     pieces[n++] = (cpu_piece){
@@ -238,11 +252,24 @@ static void add_runs(const attention_job *job, const workspace *ws,
                 }
             }
         }
+        const int64_t pair = (int64_t)i * dev->group;
+        const int32_t head_dim = dev->config.head_dim;
+        const cpu_run run = {
+            .acc = ws->acc + pair * dev->acc_stride,
+            .part = ws->part + pair,
+            .q = ws->q + pair * (int64_t)dev->kernels->query_bytes[1](head_dim),
+            .use = slots + i,
+            .pieces = pieces,
+            .n_pieces = n,
+            .n_rows = end - i,
+            .group = dev->group,
+            .scale = job->scale,
+            .scratch = ws->attend,
+        };
         if (n > 0) {
-            const int64_t pair = (int64_t)i * dev->group;
-            dev->kernels->run_values(ws->acc + pair * dev->acc_stride,
-                                     ws->scores + pair * RK_TILE, pieces, n,
-                                     (end - i) * dev->group, ws->values);
+            dev->kernels->attend(&run);
+        } else {
+            no_keys(run.part, run.n_rows * run.group);
         }
     }
 }
@@ -255,16 +282,19 @@ static void attend_tile(const attention_job *job, const workspace *ws,
     const cpu_device *dev = job->dev;
     const cpu_kernels *kernels = dev->kernels;
     const rk_chunk *chunk = &dev->batch.chunks[tile->chunk];
+    if (by_runs(dev)) {
+        attend_runs(job, ws, chunk, tile, kv_head);
+        return;
+    }
     const rk_segment *segments = dev->batch.segments;
     const int32_t group = dev->group, head_dim = dev->config.head_dim;
     const int32_t n_rows = chunk->row_end - chunk->row_begin;
     const size_t q_bytes = kernels->query_bytes[dev->bf16](head_dim);
-    const float scale = (float)(1.0 / sqrt((double)head_dim));
     const int32_t tile_begin =
         segments[tile->segment_begin].key_begin / RK_TILE * RK_TILE;
     for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
-        span use = rows_keys(job, &segments[s], segments[s].row_begin,
-                             segments[s].row_end);
+        cpu_span use = rows_keys(job, &segments[s], segments[s].row_begin,
+                                 segments[s].row_end);
         if (use.lo < use.hi) {
             int64_t pair =
                 (int64_t)(segments[s].row_begin - chunk->row_begin) * group;
@@ -272,27 +302,22 @@ static void attend_tile(const attention_job *job, const workspace *ws,
             kernels->scores[dev->bf16](
                 ws->scores + pair * RK_TILE, ws->q + pair * (int64_t)q_bytes,
                 &keys, use.lo, use.hi,
-                (segments[s].row_end - segments[s].row_begin) * group,
-                ws->values);
+                (segments[s].row_end - segments[s].row_begin) * group);
         }
     }
     for (int32_t i = 0; i < n_rows; i++) {
-        span s = row_keys(job, chunk->row_begin + i, tile_begin,
-                          tile_begin + RK_TILE);
+        cpu_span s = row_keys(job, chunk->row_begin + i, tile_begin,
+                              tile_begin + RK_TILE);
+        no_keys(ws->part + i * group, group);
         for (int32_t j = i * group; j < (i + 1) * group; j++) {
-            ws->part[j] = (cpu_partial){-INFINITY, 0.0f};
             if (s.lo < s.hi) {
                 ws->part[j] = kernels->softmax[dev->bf16](
                     ws->scores + (int64_t)j * RK_TILE, s.lo - tile_begin,
-                    s.hi - tile_begin, scale);
+                    s.hi - tile_begin, job->scale);
             }
         }
     }
-    if (by_runs(dev)) {
-        add_runs(job, ws, chunk, tile, kv_head);
-    } else {
-        add_segments(job, ws, chunk, tile, kv_head);
-    }
+    add_segments(job, ws, chunk, tile, kv_head);
 }
 
 /* ---- a chunk
@@ -321,9 +346,7 @@ static void clear_all(const attention_job *job, const workspace *ws,
 {
     memset(ws->all_acc, 0,
            (size_t)n_pairs * (size_t)job->dev->acc_stride * sizeof(float));
-    for (int32_t i = 0; i < n_pairs; i++) {
-        ws->all[i] = (cpu_partial){-INFINITY, 0.0f};
-    }
+    no_keys(ws->all, n_pairs);
 }
 
 /* Fold a tile's partials, skipping pairs that had no key in it. */
@@ -370,10 +393,11 @@ static void attention_unit(void *argument, int32_t unit, int32_t thread)
     const attention_job *job = argument;
     const cpu_device *dev = job->dev;
     const rk_segment *segments = dev->batch.segments;
-    /* The last chunks have the most keys: begin with them. */
-    const int32_t n_kv = dev->config.n_kv_heads;
-    const int32_t chunk_id = dev->batch.n_chunks - 1 - unit / n_kv;
-    const int32_t kv_head = unit % n_kv;
+    /* Chunks of one head follow each other, so that they find its keys in the
+     * cache. The last ones have the most: begin with them. */
+    const int32_t n_chunks = dev->batch.n_chunks;
+    const int32_t chunk_id = n_chunks - 1 - unit % n_chunks;
+    const int32_t kv_head = unit / n_chunks;
     const rk_chunk *chunk = &dev->batch.chunks[chunk_id];
     const int32_t n_pairs = (chunk->row_end - chunk->row_begin) * dev->group;
     workspace ws;
@@ -423,23 +447,35 @@ static void tile_unit(void *argument, int32_t unit, int32_t thread)
     attend_tile(job, &ws, tile, unit % n_kv);
 }
 
+/* Rows of a chunk that one unit folds, and such units of a chunk. */
+#define FOLD_ROWS 8
+#define FOLDS (RK_CHUNK_ROWS / FOLD_ROWS)
+
 static void fold_unit(void *argument, int32_t unit, int32_t thread)
 {
     const attention_job *job = argument;
     const cpu_device *dev = job->dev;
     const int32_t n_kv = dev->config.n_kv_heads;
-    const int32_t chunk_id = unit / n_kv, kv_head = unit % n_kv;
-    const rk_chunk *chunk = &dev->batch.chunks[chunk_id];
-    const int32_t n_pairs = (chunk->row_end - chunk->row_begin) * dev->group;
+    const int32_t chunk_id = unit / (n_kv * FOLDS), kv_head = unit % n_kv;
+    const int32_t skip = unit / n_kv % FOLDS * FOLD_ROWS;
+    rk_chunk rows = dev->batch.chunks[chunk_id];
+    rows.row_begin += skip;
+    rows.row_end = cpu_min(rows.row_end, rows.row_begin + FOLD_ROWS);
+    if (rows.row_begin >= rows.row_end) {
+        return;
+    }
+    const int32_t n_pairs = (rows.row_end - rows.row_begin) * dev->group;
+    const int64_t pair = (int64_t)skip * dev->group;
     workspace ws, stored;
     lay_out(dev, cpu_scratch(dev, thread), &ws);
     clear_all(job, &ws, n_pairs);
     for (int32_t t = dev->chunk_tiles[chunk_id];
          t < dev->chunk_tiles[chunk_id + 1]; t++) {
         stored_partial(job, t, kv_head, &stored);
-        fold(job, &ws, stored.acc, stored.part, n_pairs);
+        fold(job, &ws, stored.acc + pair * dev->acc_stride, stored.part + pair,
+             n_pairs);
     }
-    write_out(job, &ws, chunk, kv_head);
+    write_out(job, &ws, &rows, kv_head);
 }
 
 /* List the batch's tiles, or none when they are too many to share out. */
@@ -486,6 +522,7 @@ void cpu_attention(rk_device *base, void *out, const void *q, int32_t layer_id)
         .q = q,
         .layer_id = layer_id,
         .window = layer_id >= config->window_from ? config->window : 0,
+        .scale = (float)(1.0 / sqrt((double)config->head_dim)),
         .partial_bytes = (int64_t)(cpu_align(pairs * sizeof(cpu_partial)) +
                                    cpu_align(pairs * (size_t)dev->acc_stride *
                                              sizeof(float))),
@@ -498,7 +535,7 @@ void cpu_attention(rk_device *base, void *out, const void *q, int32_t layer_id)
     if (share_tiles) {
         cpu_pool_run(dev->pool, tile_unit, &job,
                      dev->n_tiles * config->n_kv_heads);
-        cpu_pool_run(dev->pool, fold_unit, &job, n_units);
+        cpu_pool_run(dev->pool, fold_unit, &job, n_units * FOLDS);
     } else {
         cpu_pool_run(dev->pool, attention_unit, &job, n_units);
     }

@@ -54,11 +54,31 @@ typedef struct cpu_piece {
     int32_t begin, end;
 } cpu_piece;
 
+/* Slots [lo, hi) of a tile or keys [lo, hi) of a sequence. */
+typedef struct cpu_span {
+    int32_t lo, hi;
+} cpu_span;
+
 /* One row's share of softmax(q k) v over one tile or the tiles so far:
  * maximum score, sum of exp(score - max), both in the accumulator's row. */
 typedef struct cpu_partial {
     float max, sum;
 } cpu_partial;
+
+/* Rows that use the same pieces, in rising order and of one tile; pairs (row,
+ * head of the group) i. part[i] is the softmax over the slots use[i / group] of
+ * the tile, where there are any, and acc[i] = sum over keys of p[i][key]
+ * v[key]. 15 rows behind acc may be written and as many behind q be read. */
+typedef struct cpu_run {
+    float *acc;
+    cpu_partial *part;
+    const void *q;
+    const cpu_span *use; /* (n_rows,) */
+    const cpu_piece *pieces;
+    int32_t n_pieces, n_rows, group;
+    float scale;
+    void *scratch;
+} cpu_run;
 
 typedef struct cpu_kernels {
     /* [0]: float32, [1]: bf16 activations, weights and KV */
@@ -90,22 +110,17 @@ typedef struct cpu_kernels {
     /* one row of q as `scores` wants it */
     void (*query[2])(void *out, const void *q, int32_t head_dim);
     void (*scores[2])(float *scores, const void *q, const cpu_keys *keys,
-                      int32_t key_begin, int32_t key_end, int32_t n,
-                      void *scratch);
+                      int32_t key_begin, int32_t key_end, int32_t n);
     /* scores[lo..hi) -> exp(scale * score - max), lo < hi <= RK_TILE; what
-     * `values` or `run_values` take as p */
+     * `values` takes as p */
     cpu_partial (*softmax[2])(float *scores, int32_t lo, int32_t hi,
                               float scale);
     /* acc[i] += sum over keys, in order, of p[i][key] * v[key] */
     void (*values[2])(float *acc, const float *p, const cpu_keys *keys,
                       int32_t key_begin, int32_t key_end, int32_t n);
-    /* NULL, or, for bf16 and instead of `values`: acc[i] = sum over all keys
-     * of the pieces, in rising order and of one tile, of p[i][key] v[key].
-     * May write 15 rows behind acc and read as many behind p. `scratch`:
-     * value_bytes(head_dim), also for `scores`. */
-    void (*run_values)(float *acc, const float *p, const cpu_piece *pieces,
-                       int32_t n_pieces, int32_t n, void *scratch);
-    size_t (*value_bytes)(int32_t head_dim);
+    /* NULL, or, for bf16 and instead of these three: */
+    void (*attend)(const cpu_run *run);
+    size_t (*attend_bytes)(int32_t head_dim); /* of cpu_run.scratch */
     /* NULL, or how V's row goes into its block (of one KV head) */
     void (*store_value)(void *block, int32_t offset, int32_t block_tokens,
                         const void *act, int32_t head_dim);

@@ -422,11 +422,11 @@ static size_t product_scratch_bytes(int32_t k)
 #define ACC_STRIDE tile_acc_stride
 #define QUERY_BYTES tile_query_bytes
 #define QUERY tile_query
-#define SCORES tile_scores
-#define SOFTMAX tile_softmax
+#define SCORES NULL
+#define SOFTMAX NULL
 #define VALUES NULL
-#define RUN_VALUES tile_values
-#define VALUE_BYTES tile_value_bytes
+#define ATTEND tile_attend
+#define ATTEND_BYTES tile_attend_bytes
 #define STORE_VALUE tile_store_value
 #define FINISH tile_finish
 #define TABLE cpu_kernels_amx

@@ -238,9 +238,8 @@ score_step_bf16(vf acc[SCORE_ROWS][SCORE_VECTORS], const char *q,
     }                                                                          \
     static void scores_##TYPE(float *scores, const void *q,                    \
                               const cpu_keys *keys, int32_t key_begin,         \
-                              int32_t key_end, int32_t n, void *scratch)       \
+                              int32_t key_end, int32_t n)                      \
     {                                                                          \
-        (void)scratch;                                                         \
         const size_t q_bytes = query_bytes_##TYPE(keys->head_dim);             \
         key_vector whole[SCORE_VECTORS];                                       \
         int n_whole = 0;                                                       \

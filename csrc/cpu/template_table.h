@@ -18,8 +18,8 @@
 #define SCORES scores_bf16
 #define SOFTMAX softmax_tile
 #define VALUES values_bf16
-#define RUN_VALUES NULL
-#define VALUE_BYTES NULL
+#define ATTEND NULL
+#define ATTEND_BYTES NULL
 #define STORE_VALUE NULL
 #define FINISH finish_bf16
 #endif
@@ -40,8 +40,8 @@ const cpu_kernels TABLE = {
     .scores = {scores_f32, SCORES},
     .softmax = {softmax_tile, SOFTMAX},
     .values = {values_f32, VALUES},
-    .run_values = RUN_VALUES,
-    .value_bytes = VALUE_BYTES,
+    .attend = ATTEND,
+    .attend_bytes = ATTEND_BYTES,
     .store_value = STORE_VALUE,
     .merge = merge_tile,
     .finish = {finish_f32, FINISH},
