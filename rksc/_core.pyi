@@ -263,7 +263,7 @@ class Session:
         yes: int,
         no: int,
         shortcuts: Mapping[str, Any] | None,
-    ) -> list[tuple[str, float | None, float | None, float, float, int]]:
+    ) -> list[tuple[str, float | None, float | None, float | None, float | None, int]]:
         """Outcome, score, mass, yes_logit, no_logit, layers for each branch. `shortcuts`:
         CGEE's fields (options.CGEE.__dict__), None: verify all in full."""
     def _score(

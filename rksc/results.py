@@ -69,15 +69,17 @@ class Verdict:
     outcome: "verified", or why it was spared: "not a contender", "bound", "skipped: lead",
     "skipped: relative lead", "skipped: one contender". score: p(YES) / (p(YES) + p(NO)).
     mass: p(YES) + p(NO); a small one means that the model does not answer the question. None
-    after an exit under the answer lens. layers: run for this branch, of n_layers.
+    after an exit under the answer lens. yes_logit, no_logit: the two logits, of the last layer that
+    was run. All four are None for a branch that was spared. layers: run for this branch, of
+    n_layers.
     """
 
     branch: Branch
     outcome: str
     score: float | None
     mass: float | None
-    yes_logit: float
-    no_logit: float
+    yes_logit: float | None
+    no_logit: float | None
     layers: int
     n_layers: int
 

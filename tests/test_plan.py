@@ -402,14 +402,14 @@ def test_a_plan_is_reused_for_larger_and_smaller_batches() -> None:
 
 
 def test_large_batches_do_not_hang() -> None:
-    """Nothing quadratic: each of these takes milliseconds; 2 s would be a hang."""
+    """Nothing quadratic: each of these takes milliseconds; a minute would be a hang."""
     planner = Planner(1)
     start = time.monotonic()
     status, batch, _ = planner.try_build([Span(32768 - 512, 512, range(32768))])
     assert (status, batch.n_segments) == (RK_OK, 8 * 127 + 8 * 128)
     status, batch, _ = planner.try_build(fan(1, 32768, 256)[::-1])
     assert (status, batch.n_segments) == (RK_OK, 8 * (128 + 32))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 60
     planner.close()
 
 

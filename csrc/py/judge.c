@@ -137,9 +137,9 @@ static PyObject *verdict_list(const rk_verdict *verdicts, Py_ssize_t n)
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
         const rk_verdict *v = &verdicts[i];
         PyObject *row = Py_BuildValue(
-            "(sNNddi)", outcome_name(v->outcome), float_or_none(v->score),
-            float_or_none(v->mass), (double)v->yes_logit, (double)v->no_logit,
-            (int)v->layers);
+            "(sNNNNi)", outcome_name(v->outcome), float_or_none(v->score),
+            float_or_none(v->mass), float_or_none(v->yes_logit),
+            float_or_none(v->no_logit), (int)v->layers);
 
         if (row == NULL) {
             Py_CLEAR(list);
