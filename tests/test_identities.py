@@ -1,5 +1,7 @@
 """Results never depend on how the work was arranged, to the last bit (CPU).
 
+Elsewhere they are the CPU's, to a tolerance; where a draw was a near tie another token may follow.
+
 A branch gives the same numbers alone and in a batch, forked or prefilled, whole or in pieces,
 with any block size, step size and number of threads, never evicted or recomputed. The yardstick
 is `Alone`: a session of its own with one thread that sees nothing but this one branch.
@@ -39,12 +41,6 @@ KINDS = [(isa, dtype) for isa in ISAS for dtype in ("float32", "bfloat16")]
 kinds = pytest.mark.parametrize(("isa", "dtype"), KINDS)
 
 
-def compare_tokens(dtype: str) -> None:
-    """Off the CPU a bfloat16 row may choose another token where two logits are nearly equal."""
-    if DEVICE != "cpu" and dtype == "bfloat16":
-        pytest.skip("tokens of bfloat16 are the same to the bit on the CPU alone")
-
-
 def examples(n: int) -> Any:
     return settings(
         max_examples=n * TIMES,
@@ -58,7 +54,7 @@ def examples(n: int) -> Any:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a branch gives in a fresh session with nothing else."""
+    """What a branch gives in a fresh session on the CPU with nothing else."""
 
     model: str
     isa: str
@@ -66,8 +62,9 @@ class Alone:
 
     def branch(self, tokens: Sequence[int], stream: int | None = None) -> Branch:
         session = open_session(
-            self.model, isa=self.isa, dtype=self.dtype, n_threads=1, kv_bytes=32 << 20
-        )
+            self.model, isa=self.isa, dtype=self.dtype, n_threads=1, kv_bytes=32 << 20,
+            device="cpu",
+        )  # fmt: skip
         branch = session.prefill(list(tokens))
         if stream is not None:
             branch.stream = stream
@@ -93,21 +90,70 @@ def branch_session(branch: Branch) -> BranchSession:
     return branch.session
 
 
+def tolerance(logits: Any, dtype: str) -> float:
+    """How far numbers of this size may lie from the CPU's: that of the op tests."""
+    part = 5e-5 if dtype == "float32" else 5e-2
+    return float(part * max(1.0, np.abs(logits).max()))
+
+
 def assert_same(got: Any, expected: Any, dtype: str) -> None:
-    """Equal to the bit on the CPU; elsewhere numbers to the tolerance of the op tests."""
+    """Equal to the bit on the CPU; elsewhere to the tolerance."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert np.isfinite(expected).all()
     if DEVICE == "cpu" or expected.dtype.kind in "iu":
         assert np.array_equal(got, expected), np.abs(got - expected).max()
     else:
-        part = 5e-5 if dtype == "float32" else 5e-2
-        assert np.abs(got - expected).max() <= part * max(1.0, np.abs(expected).max())
+        assert np.abs(got - expected).max() <= tolerance(expected, dtype)
 
 
 def assert_same_generation(got: Generation, expected: Generation, dtype: str) -> None:
     for name in ("tokens", "top_probs", "logprobs", "entropies", "confidence"):
         assert_same(getattr(got, name), getattr(expected, name), dtype)
     assert got.finish_reason == expected.finish_reason
+
+
+def is_near_tie(logits: Any, tokens: tuple[int, int], temperature: float, dtype: str) -> bool:
+    """May the last bits of `logits` decide between the two? Greedy: both are the largest. Drawn:
+    the number fell on an edge between them, with next to nothing in between."""
+    off = tolerance(logits, dtype)
+    first, last = sorted(tokens)
+    if temperature == 0:
+        return bool(logits[list(tokens)].min() >= logits.max() - 2 * off)
+    p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    return bool(p[first + 1 : last].sum() / p.sum() <= 2 * off / temperature)
+
+
+def assert_alone(
+    alone: Alone,
+    before: Sequence[int],
+    got: Generation | list[int],
+    sampling: Sampling | None = None,
+    stream: int = 0,
+) -> None:
+    """The tokens (and numbers) of `got`, which follow `before`, are those of the branch alone.
+    Off the CPU near ties may fall either way; the comparison goes on behind what was chosen."""
+    tokens = got if isinstance(got, list) else got.tokens.tolist()
+    at = 0
+    while at < len(tokens):
+        context = [*before, *tokens[:at]]
+        expected = alone.generate(context, len(tokens) - at, sampling, stream)
+        theirs = expected.tokens.tolist()
+        n = next((i for i, t in enumerate(theirs) if t != tokens[at + i]), len(theirs))
+        if n > 0 and not isinstance(got, list):
+            for name in ("top_probs", "logprobs", "entropies"):
+                numbers = getattr(got, name)[at : at + n]
+                assert_same(numbers, getattr(expected, name)[:n], alone.dtype)
+            if n == len(tokens):
+                assert_same(got.confidence, expected.confidence, alone.dtype)
+        at += n
+        if at < len(tokens):
+            assert DEVICE != "cpu", (tokens, theirs)
+            logits = alone.logits([*before, *tokens[:at]])
+            temperature = sampling.temperature if sampling else 0.0
+            assert is_near_tie(logits, (theirs[n], tokens[at]), temperature, alone.dtype), (
+                at, tokens, theirs,
+            )  # fmt: skip
+            at += 1
 
 
 # ---- one property at a time -----------------------------------------------------------------
@@ -155,7 +201,8 @@ def test_row_alone_is_row_in_a_batch(
     for got, branch, prompt in zip(
         session.generate(branches, 7, sampling, stop_ids=()), branches, prompts, strict=True
     ):
-        assert_same_generation(got, alone.generate(prompt, 7, sampling, branch.stream), dtype)
+        assert (len(got.tokens), got.finish_reason) == (7, "length")
+        assert_alone(alone, prompt, got, sampling, branch.stream)
     assert_books(session)
 
 
@@ -169,7 +216,8 @@ def test_steps_of_any_size(name: str, step_tokens: int, isa: str, dtype: str) ->
     alone = Alone(name, isa, dtype)
     assert_same(branch.logits, alone.logits(tokens), dtype)
     got = session.generate(branch, 5, stop_ids=())[0]
-    assert_same_generation(got, alone.generate(tokens, 5, None, 0), dtype)
+    assert (len(got.tokens), got.finish_reason) == (5, "length")
+    assert_alone(alone, tokens, got)
     assert_books(session)
 
 
@@ -191,7 +239,7 @@ def test_text_in_pieces(isa: str, dtype: str, name: str, pieces: list[int]) -> N
     assert_books(session)
 
 
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
+@pytest.mark.parametrize("n_threads", [1, 2, 3] if DEVICE == "cpu" else [1])
 @pytest.mark.parametrize("block_tokens", [1, 4, 16, 64, 256])
 @kinds
 def test_blocks_and_threads(block_tokens: int, n_threads: int, isa: str, dtype: str) -> None:
@@ -221,13 +269,14 @@ def test_blocks_and_threads(block_tokens: int, n_threads: int, isa: str, dtype: 
 @kinds
 @pytest.mark.parametrize("name", ["long", "long-window"])
 def test_across_tiles(name: str, isa: str, dtype: str) -> None:
-    """Forks on both sides of position 256 and 512, where attention cuts the keys."""
+    """Forks on both sides of position 256 and 512, where attention cuts the keys; off the CPU,
+    where a stand-in may be slow, fewer."""
     model, alone = ALL[name], Alone(name, isa, dtype)
     text = model.tokens(700)
     session = open_session(model, isa=isa, dtype=dtype, block_tokens=4, kv_bytes=32 << 20)
     root = session.prefill(text)
     kids = []
-    for at in (255, 256, 257, 500, 512, 513, 700):
+    for at in (255, 256, 257, 500, 512, 513, 700) if DEVICE == "cpu" else (257, 512):
         kids += [kid for n in (1, 33) for kid in root.fork([model.tokens(n, seed=at)], at=at)]
     session.compute(kids)
     for kid in kids:
@@ -239,7 +288,6 @@ def test_across_tiles(name: str, isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_evicted_is_never_evicted(temperature: float, isa: str, dtype: str) -> None:
     """Branches that were pushed out of a small budget go on as if nothing had happened."""
-    compare_tokens(dtype)
     model, alone = ALL["T4"], Alone("T4", isa, dtype)
     sampling = Sampling(temperature=temperature, seed=11)
     session = open_session(
@@ -255,11 +303,9 @@ def test_evicted_is_never_evicted(temperature: float, isa: str, dtype: str) -> N
     assert session.stats().tokens_recomputed > 0
     assert_books(session)
     for prompt, branch, first, second in zip(prompts, branches, firsts, seconds, strict=True):
-        expected = alone.generate(prompt, 20, sampling, branch.stream)
         assert len(first.tokens) == len(second.tokens) == 10
-        for name in ("tokens", "top_probs", "logprobs", "entropies"):
-            both = np.concatenate([getattr(first, name), getattr(second, name)])
-            assert_same(both, getattr(expected, name), dtype)
+        assert_alone(alone, prompt, first, sampling, branch.stream)
+        assert_alone(alone, prompt + first.tokens.tolist(), second, sampling, branch.stream)
 
 
 # ---- everything at once ---------------------------------------------------------------------
@@ -408,11 +454,9 @@ class Walk:
             for branch in chosen:
                 self.tokens[branch.id] += made[branch.id]
         for branch in chosen:
-            expected = self.alone.generate(before[branch.id], n, sampling, branch.stream)
-            tokens = expected.tokens.tolist()
-            if branch.id in failed:  # no room for more: what came is a beginning
-                tokens = tokens[: len(made[branch.id])]
-            assert made[branch.id] == tokens
+            if branch.id not in failed:  # no room for more: what came is a beginning
+                assert len(made[branch.id]) == n
+            assert_alone(self.alone, before[branch.id], made[branch.id], sampling, branch.stream)
 
     def _invalidate(self, a: int, b: int, c: int) -> None:
         self.session.invalidate()
@@ -435,8 +479,8 @@ class Walk:
             chosen, self.session.generate(chosen, n, sampling, stop_ids=()), strict=True
         ):
             before = self.tokens[branch.id]
-            expected = self.alone.generate(before, n, sampling, self.streams[branch.id])
-            assert_same_generation(got, expected, self.alone.dtype)
+            assert (len(got.tokens), got.finish_reason) == (n, "length")
+            assert_alone(self.alone, before, got, sampling, self.streams[branch.id])
             before += map(int, got.tokens)
 
     def _sample(self, a: int, b: int, c: int) -> None:
@@ -457,11 +501,8 @@ class Walk:
             for branch in chosen:
                 self.tokens[branch.id] += made[branch.id]
         for branch in chosen:
-            n = len(made[branch.id])
-            if n:
-                before = self.tokens[branch.id][:-n]
-                expected = self.alone.generate(before, n, None, 0)
-                assert made[branch.id] == list(expected.tokens)
+            before = self.tokens[branch.id][: -len(made[branch.id]) or None]
+            assert_alone(self.alone, before, made[branch.id])
 
     def _score(self, a: int, b: int, c: int) -> None:
         branch = self.pick(a)[0]
@@ -504,7 +545,6 @@ def test_random_trees(
     steps: list[Operation],
 ) -> None:
     """Forks, extensions, generations, drops and evictions in any order under a small budget."""
-    compare_tokens(dtype)
     model = ALL[name]
     session = open_session(
         model, isa=isa, dtype=dtype, block_tokens=block_tokens, step_tokens=step_tokens,
