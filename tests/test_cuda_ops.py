@@ -247,7 +247,16 @@ def test_qkv(compute: int, m: int, head_dim: int, interleaved: bool) -> None:
 
 
 class DeviceCache(Cache):
-    """oprig's sequences with chosen q, k and v, on a CUDA device."""
+    """oprig's sequences with chosen q, k and v, on a CUDA device; scores grow with `loud`."""
+
+    loud = 1.0
+
+    def fact(self, block: int, offset: int) -> Array:
+        if (block, offset) not in self.facts:
+            x = self.rng.standard_normal(self.shape.width)
+            x[: self.shape.n_heads * self.shape.head_dim] *= self.loud
+            self.facts[block, offset] = act(x, self.compute)
+        return self.facts[block, offset]
 
     def write(self, rig: CudaRig, plan: Plan, layer: int = 1) -> Output:
         """qkv alone; rotated Q."""
@@ -264,8 +273,9 @@ class DeviceCache(Cache):
         return out.get()
 
     def check(self, got: Array, row: Row, window: int = 0) -> None:
-        """Against float64, up to the rounding of the result and, in bf16, of the weights: that
-        moves a result by no more than 2^-8 of how far the values lie from it."""
+        """Against float64, up to the rounding of the result, of the weights in bf16, and of the
+        scores: what moves a weight by a part of it moves a result by no more than that part of
+        how far the values lie from it."""
         s, bt = self.shape, self.shape.block_tokens
         kv, dim = s.n_kv_heads, s.head_dim
         lo = max(0, row.position + 1 - window) if window else 0
@@ -279,8 +289,9 @@ class DeviceCache(Cache):
         v = v.reshape(-1, kv, dim)
         want = np.einsum("hgt,thd->hgd", p, v)
         far = np.abs(v.transpose(1, 0, 2)[:, None] - want[:, :, None])
-        spread = np.einsum("hgt,hgtd->hgd", p, far) if self.compute == RK_BF16 else 0 * want
-        bound = eps(self.compute) * np.abs(want) + 2.0**-8 * spread + 8e-6
+        spread = np.einsum("hgt,hgtd->hgd", p, far)
+        part = 2.0**-20 * np.abs(score).max() + (2.0**-8 if self.compute == RK_BF16 else 0)
+        bound = eps(self.compute) * np.abs(want) + part * spread + 8e-6
         close(value(got), want.ravel(), bound.ravel())
 
 
@@ -344,14 +355,15 @@ TREES = [
     (150, 1, 8, 2, 6),  # a row of more pairs than a unit
     (4, 4, 16, 70, 6),  # no groups, three chunks
 ]
-PLAIN = [(RK_F32, *t) for t in TREES[:2]]  # its units are of one size
+PLAIN = [(RK_F32, *t, 1) for t in TREES[:2]]  # its units are of one size
+LOUD = [(compute, *TREES[0], 150) for compute in TYPES]  # scores of 500: e^500 is no float
 
 
 @pytest.mark.parametrize(
-    "compute,heads,kv,head_dim,n,trunk", PLAIN + [(RK_BF16, *t) for t in TREES]
+    "compute,heads,kv,head_dim,n,trunk,loud", [*PLAIN, *((RK_BF16, *t, 1) for t in TREES), *LOUD]
 )
 def test_decode_of_a_deep_tree(
-    compute: int, heads: int, kv: int, head_dim: int, n: int, trunk: int
+    compute: int, heads: int, kv: int, head_dim: int, n: int, trunk: int, loud: int
 ) -> None:
     """One row at the end of each of n branches that part at two depths: shared keys are read
     once, cut for the whole device, and merged; the same bits each time."""
@@ -362,6 +374,7 @@ def test_decode_of_a_deep_tree(
     halves = [[*stem, *(next(ids) for _ in range(9))] for _ in range(2)]
     tables = sorted([*halves[2 * i // n], next(ids)] for i in range(n))
     cache = DeviceCache(rng, shape, compute)
+    cache.loud = loud
     ends = [(trunk + 9) * 16 + 1 + i % 16 for i in range(n)]
     with CudaRig(shape, compute) as rig:
         rig.poison()
@@ -466,6 +479,19 @@ def test_pick_sampling(vocab: int, spread: float) -> None:
                     assert one.token == np.searchsorted(after, u, side="right"), (extra, i)
                     checked += 1
     assert checked > 12
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pick_at_the_end_of_a_row(order: str) -> None:
+    """All of the weight lies in the last ranges, whose running sums come last."""
+    set_order(order, 7)
+    vocab, n = 5120, 4
+    logits = np.full((n, vocab), -60.0, np.float32)
+    logits[:, -100:] = 0.0
+    draws = [draw(temperature=1.0, position=i) for i in range(n)]
+    with CudaRig(Shape(vocab_size=vocab), RK_F32) as rig:
+        found = [one.token for one in pick(rig, logits, draws)]
+    assert found == [vocab - 100 + int(100 * philox(0, 0, i)) for i in range(n)]
 
 
 def test_pick_top_k_across_a_gap() -> None:

@@ -2,13 +2,14 @@
 
 The same .c and .cu files as for a GPU, compiled by the ordinary compilers, and the runtime of this
 folder in place of NVIDIA's. RKSC_NATIVE_FLAGS adds flags, CC and CXX choose compilers; objects lie
-in build/native under the hash of all that goes into them.
+in build/native under the hash of all that goes into each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -37,13 +38,29 @@ def runtime() -> list[Path]:
     return sorted(HERE.glob("*.cpp"))
 
 
-def _compile(source: Path, root: Path, headers: bytes) -> Path:
+def _included(source: Path, folders: list[Path], found: dict[Path, bytes]) -> None:
+    """Our headers that `source` reads, directly or not, with their texts, into `found`."""
+    text = source.read_bytes()
+    for name in re.findall(rb'#include ["<]([^">]+)[">]', text):
+        for folder in [source.parent, *folders]:
+            path = folder / name.decode()
+            if path.is_file():
+                if path not in found:
+                    found[path] = path.read_bytes()
+                    _included(path, folders, found)
+                break
+
+
+def _compile(source: Path, root: Path) -> Path:
     plain = source.suffix == ".c"
     compiler = shlex.split(os.environ.get(*(("CC", "cc") if plain else ("CXX", "c++"))))
     flags = [*(C if plain else CXX), *shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))]
     folders = [HERE / "include", HERE, root / "csrc", root / "csrc" / "cuda"]
     command = [*compiler, *flags, *(f"-I{folder}" for folder in folders)]
-    key = hashlib.sha256(headers + source.read_bytes() + shlex.join(command).encode())
+    headers: dict[Path, bytes] = {}
+    _included(source, folders, headers)
+    texts = [source.read_bytes(), *(headers[path] for path in sorted(headers))]
+    key = hashlib.sha256(b"\0".join([*texts, shlex.join(command).encode()]))
     target = BUILD / f"cuda-host-{source.stem}-{key.hexdigest()[:16]}.o"
     if not target.exists():
         part = target.with_suffix(f".{os.getpid()}.part")
@@ -69,10 +86,8 @@ def build(probes: bool = False) -> Path:
     root = Path(os.environ.get("RKSC_CUDA_ROOT", ROOT))
     files = [*runtime(), HERE / "probes.cu"] if probes else sources(root)
     BUILD.mkdir(parents=True, exist_ok=True)
-    texts = [*(root / "csrc").rglob("*.h"), *(root / "csrc").rglob("*.cuh"), *HERE.rglob("*.h")]
-    headers = b"".join(p.read_bytes() for p in sorted(texts))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda p: _compile(p, root, headers), files))
+        objects = list(pool.map(lambda p: _compile(p, root), files))
     key = hashlib.sha256("\0".join(map(str, objects)).encode()).hexdigest()[:16]
     library = BUILD / f"rksc_cuda_host-{key}.so"
     if not library.exists():

@@ -12,6 +12,7 @@
 
 #include "rk_port_host.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <sys/mman.h>
@@ -37,7 +38,16 @@ constexpr size_t STACK = size_t(64) << 10;
 constexpr size_t PAGE = 4096, SHARED = size_t(227) << 10;
 constexpr size_t SHARED_BEFORE_ATTRIBUTE = size_t(48) << 10;
 constexpr size_t MOST = 1024; /* threads of a block */
-constexpr unsigned char POISON = 0xff;
+
+/* Nobody has written here: NaN as any float, a large number as any integer (-1
+ * would hide in a sum). `to` is even. */
+void poison(void *to, size_t bytes)
+{
+    auto p = static_cast<unsigned char *>(to);
+    for (size_t i = 0; i < bytes; i++) {
+        p[i] = i % 2 == 0 ? 0xff : 0x7f;
+    }
+}
 
 /* ---- switching ----------------------------------------------------------- */
 
@@ -235,7 +245,7 @@ void start_block(unsigned n_threads)
     __asan_poison_memory_region(shared_memory, SHARED);
     __asan_unpoison_memory_region(shared_memory, running.dynamic_bytes);
 #endif
-    std::memset(shared_memory, POISON, running.dynamic_bytes);
+    poison(shared_memory, running.dynamic_bytes);
     for (auto &warp : warps) {
         warp.clear();
     }
@@ -246,6 +256,33 @@ void start_block(unsigned n_threads)
     }
 }
 
+/* The threads' turns, each warp's together in the place of its first. */
+void by_warps(std::vector<unsigned> &turns)
+{
+    std::vector<size_t> place(warps.size(), turns.size());
+    for (size_t i = turns.size(); i-- > 0;) {
+        place[turns[i] / 32] = i;
+    }
+    std::stable_sort(turns.begin(), turns.end(), [&](unsigned a, unsigned b) {
+        return place[a / 32] < place[b / 32];
+    });
+}
+
+/* Run those of the threads that can; did one? */
+bool advance(const unsigned *begin, const unsigned *end)
+{
+    bool moved = false;
+    for (; begin < end && running.fault == nullptr; begin++) {
+        if (fibers[*begin].now == state::ready) {
+            moved = true;
+            enter(&fibers[*begin]);
+        }
+    }
+    return moved && running.fault == nullptr;
+}
+
+/* A warp runs as far as it can get without the others before one of them does:
+ * what it takes from them too early, or leaves to them too late, is missing. */
 bool run_block(std::vector<unsigned> &turns)
 {
     unsigned n_threads = blockDim.x * blockDim.y * blockDim.z;
@@ -253,14 +290,18 @@ bool run_block(std::vector<unsigned> &turns)
     for (bool moved = true; moved;) {
         moved = false;
         host::arrange(turns, n_threads);
-        for (unsigned i : turns) {
-            if (fibers[i].now == state::ready) {
+        by_warps(turns);
+        const unsigned *at = turns.data(), *end = at + n_threads, *next;
+        for (; at < end; at = next) {
+            next = std::find_if(at, end, [&](unsigned i) {
+                return i / 32 != *at / 32;
+            });
+            while (advance(at, next)) {
                 moved = true;
-                enter(&fibers[i]);
-                if (running.fault != nullptr) {
-                    return false;
-                }
             }
+        }
+        if (running.fault != nullptr) {
+            return false;
         }
     }
     for (unsigned i = 0; i < n_threads; i++) {
@@ -403,7 +444,7 @@ void *rk_host_shared(const void *key, size_t bytes)
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(shared_memory + at, bytes);
 #endif
-    std::memset(shared_memory + at, POISON, bytes);
+    poison(shared_memory + at, bytes);
     running.shared[key] = at;
     return shared_memory + at;
 }
@@ -432,7 +473,7 @@ void rk_copy16(void *shared, const void *global, bool valid)
     if (valid ? !host::in_piece(global, 16) : !host::in_device(global)) {
         rk_host_fault("an asynchronous copy reads outside device memory");
     }
-    std::memset(shared, POISON, 16);
+    poison(shared, 16);
     current->open.push_back(
         {static_cast<unsigned char *>(shared), global, valid});
 }
