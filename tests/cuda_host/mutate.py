@@ -121,7 +121,7 @@ def noticed(change: Change) -> str:
         try:
             done = subprocess.run(
                 command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False,
-                timeout=600,
+                timeout=300,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return "the time limit"
