@@ -8,7 +8,12 @@
  * has ended: so the first one always comes through.
  *
  * Requests of one group (one call) stop together under CGEE and can be undone
- * together: their records stay until the last of them has ended.
+ * together: their records stay until the last of them has ended. A request of
+ * no group is the only one of its own.
+ *
+ * Records stand in an array in the order in which they came, so their ids rise
+ * and one is found by halving; all that a call or a step does with n requests
+ * takes n steps or n log n.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -17,10 +22,17 @@
 #include "state.h"
 #include "stops.h"
 
+typedef struct rk_group {
+    uint64_t id;              /* 0: of one request alone */
+    rk_request *first, *last; /* its requests, linked by `peer` */
+    int32_t n_active;         /* of them, those that have not ended */
+} rk_group;
+
 struct rk_request {
-    rk_request *next, *previous;
-    uint64_t id, group;
-    rk_branch *branch;             /* NULL once it was dropped */
+    uint64_t id;
+    rk_group *group;
+    rk_request *peer;              /* the next one of its group */
+    rk_branch *branch;             /* NULL: dropped, or undone */
     rk_generation_options options; /* its stops are in `stops` */
     rk_stops stops;
     int32_t n_before; /* tokens of the branch at submission */
@@ -30,58 +42,59 @@ struct rk_request {
     double confidence; /* NaN before the first pick */
     rk_finish finish;
     bool running; /* admitted: the branch is pinned */
-    bool spent;   /* its record may go */
 };
 
 /* ---- life ---------------------------------------------------------------- */
 
+static bool active(const rk_request *request)
+{
+    return request->finish == RK_FINISH_NONE;
+}
+
+static void let_go(rk_request *request)
+{
+    if (request->branch != NULL) {
+        request->branch->n_requests--;
+        request->branch = NULL;
+    }
+}
+
 static void request_free(rk_request *request)
 {
-    if (request != NULL) {
-        rk_stops_free(&request->stops);
-        free(request);
-    }
+    let_go(request);
+    rk_stops_free(&request->stops);
+    free(request);
 }
 
-static void request_unlink(rk_scheduler *scheduler, rk_request *request)
-{
-    *(request->previous ? &request->previous->next : &scheduler->first) =
-        request->next;
-    *(request->next ? &request->next->previous : &scheduler->last) =
-        request->previous;
-    request_free(request);
-}
-
-static bool has_ended(const rk_scheduler *scheduler, const rk_request *request)
-{
-    bool ended = request->finish != RK_FINISH_NONE;
-    for (const rk_request *r = scheduler->first;
-         ended && request->group != 0 && r != NULL; r = r->next) {
-        ended = r->group != request->group || r->finish != RK_FINISH_NONE;
-    }
-    return ended;
-}
-
-/* Free the records of lone requests and of whole groups that have ended. Not
- * before the next submission or step: a caller may have to undo them. */
+/* Free the records of groups that have ended. Not before the next submission
+ * or step: a caller may have to undo them. */
 static void sweep(rk_scheduler *scheduler)
 {
-    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
-        r->spent = has_ended(scheduler, r);
-    }
-    for (rk_request *r = scheduler->first, *next; r != NULL; r = next) {
-        next = r->next;
-        if (r->spent) {
-            request_unlink(scheduler, r);
+    int32_t n = 0;
+    for (int32_t i = 0; scheduler->litter && i < scheduler->n; i++) {
+        rk_request *r = scheduler->requests[i];
+        rk_group *group = r->group;
+        if (group->n_active > 0) {
+            scheduler->requests[n++] = r;
+            continue;
         }
+        if (r == group->last) {
+            free(group);
+        }
+        request_free(r);
     }
+    scheduler->n = scheduler->litter ? n : scheduler->n;
+    scheduler->litter = false;
 }
 
 void rk_scheduler_free(rk_scheduler *scheduler)
 {
-    while (scheduler->first != NULL) {
-        request_unlink(scheduler, scheduler->first);
+    for (int32_t i = 0; i < scheduler->n; i++) {
+        scheduler->requests[i]->group->n_active = 0;
     }
+    scheduler->litter = true;
+    sweep(scheduler);
+    free(scheduler->requests);
     free(scheduler->events);
     free(scheduler->confidence);
     *scheduler = (rk_scheduler){0};
@@ -90,14 +103,15 @@ void rk_scheduler_free(rk_scheduler *scheduler)
 /* Room for one more request, so that a step allocates nothing. */
 static rk_status make_room(rk_scheduler *scheduler, rk_error *err)
 {
-    int32_t n = 1;
-    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
-        n++;
-    }
-    if (n <= scheduler->capacity) {
+    if (scheduler->n < scheduler->capacity) {
         return RK_OK;
     }
-    size_t wanted = 2 * (size_t)n;
+    size_t wanted = 2 * ((size_t)scheduler->n + 1);
+    rk_request **requests =
+        realloc(scheduler->requests, wanted * sizeof(rk_request *));
+    if (requests != NULL) {
+        scheduler->requests = requests;
+    }
     rk_token *events = realloc(scheduler->events, 2 * wanted * sizeof *events);
     if (events != NULL) {
         scheduler->events = events;
@@ -107,16 +121,43 @@ static rk_status make_room(rk_scheduler *scheduler, rk_error *err)
     if (confidence != NULL) {
         scheduler->confidence = confidence;
     }
-    if (events == NULL || confidence == NULL) {
+    if (requests == NULL || events == NULL || confidence == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a request");
     }
     scheduler->capacity = (int32_t)wanted;
     return RK_OK;
 }
 
+/* The group of that id, which is found at once by all but its first request;
+ * a new one where there is none. NULL: no memory. */
+static rk_group *group_of(const rk_scheduler *scheduler, uint64_t id)
+{
+    for (int32_t i = scheduler->n - 1; id != 0 && i >= 0; i--) {
+        if (scheduler->requests[i]->group->id == id) {
+            return scheduler->requests[i]->group;
+        }
+    }
+    rk_group *group = calloc(1, sizeof *group);
+    if (group != NULL) {
+        group->id = id;
+    }
+    return group;
+}
+
+/* There is room for it. */
+static void request_link(rk_scheduler *scheduler, rk_request *request,
+                         rk_group *group)
+{
+    *(group->last != NULL ? &group->last->peer : &group->first) = request;
+    group->last = request;
+    group->n_active++;
+    request->group = group;
+    scheduler->requests[scheduler->n++] = request;
+}
+
 rk_status rk_session_submit(rk_session *s, rk_branch *branch,
                             const rk_generation_options *options,
-                            uint64_t group, uint64_t *id, rk_error *err)
+                            uint64_t group_id, uint64_t *id, rk_error *err)
 {
     rk_scheduler *scheduler = &s->scheduler;
     rk_status status = rk_session_check_branch(branch, err);
@@ -138,17 +179,21 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
         request_free(request);
         return status;
     }
+    rk_group *group = group_of(scheduler, group_id);
+    if (group == NULL) {
+        request_free(request);
+        return rk_fail(err, RK_ENOMEM, "no memory for a request");
+    }
     request->id = *id = ++scheduler->next_id;
-    request->group = group;
     request->branch = branch;
     request->options = *options;
     request->n_before = branch->n_tokens;
     request->confidence_before = branch->confidence;
     request->confidence = NAN;
-    request->previous = scheduler->last;
-    *(scheduler->last ? &scheduler->last->next : &scheduler->first) = request;
-    scheduler->last = request;
+    request_link(scheduler, request, group);
     branch->busy = true;
+    branch->request = request->id;
+    branch->n_requests++;
     return RK_OK;
 }
 
@@ -166,6 +211,7 @@ static void retire(rk_session *s, rk_request *request, rk_finish finish)
 {
     release_branch(request);
     request->finish = finish;
+    s->scheduler.litter |= --request->group->n_active == 0;
     if (request->branch != NULL) {
         request->branch->busy = false;
         if (!isnan(request->confidence)) {
@@ -175,19 +221,26 @@ static void retire(rk_session *s, rk_request *request, rk_finish finish)
     s->scheduler.stalled = false;
 }
 
-static rk_request *request_find(rk_scheduler *scheduler, uint64_t id)
+static rk_request *request_find(const rk_scheduler *scheduler, uint64_t id)
 {
-    rk_request *r = scheduler->first;
-    while (r != NULL && r->id != id) {
-        r = r->next;
+    int32_t low = 0, high = scheduler->n;
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+        if (scheduler->requests[middle]->id < id) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
     }
-    return r;
+    return low < scheduler->n && scheduler->requests[low]->id == id
+               ? scheduler->requests[low]
+               : NULL;
 }
 
 void rk_session_cancel(rk_session *s, uint64_t id)
 {
     rk_request *request = request_find(&s->scheduler, id);
-    if (request != NULL && request->finish == RK_FINISH_NONE) {
+    if (request != NULL && active(request)) {
         retire(s, request, RK_FINISH_CANCELLED);
     }
 }
@@ -198,7 +251,7 @@ void rk_session_abort(rk_session *s, uint64_t id)
     if (request == NULL) {
         return;
     }
-    if (request->finish == RK_FINISH_NONE) {
+    if (active(request)) {
         retire(s, request, RK_FINISH_CANCELLED);
     }
     rk_branch *branch = request->branch;
@@ -208,7 +261,8 @@ void rk_session_abort(rk_session *s, uint64_t id)
         rk_tree_truncate(&s->tree, branch, request->n_before);
         branch->confidence = request->confidence_before;
     }
-    request_unlink(&s->scheduler, request);
+    request->confidence = NAN; /* it counts for nobody's lead */
+    let_go(request);
 }
 
 void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens)
@@ -216,24 +270,30 @@ void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens)
     rk_tree_truncate(&s->tree, branch, n_tokens);
 }
 
+static void forget(rk_session *s, rk_request *request)
+{
+    if (active(request)) {
+        retire(s, request, RK_FINISH_CANCELLED);
+    }
+    let_go(request);
+}
+
 void rk_scheduler_forget(rk_session *s, rk_branch *branch)
 {
-    for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
-        if (r->branch == branch) {
-            if (r->finish == RK_FINISH_NONE) {
-                retire(s, r, RK_FINISH_CANCELLED);
-            }
-            r->branch = NULL;
+    const rk_scheduler *scheduler = &s->scheduler;
+    rk_request *newest = request_find(scheduler, branch->request);
+    if (newest != NULL && newest->branch == branch) {
+        forget(s, newest);
+    }
+    /* Rarely one more, that ended while others of its group run. */
+    for (int32_t i = scheduler->n - 1; branch->n_requests > 0; i--) {
+        if (scheduler->requests[i]->branch == branch) {
+            forget(s, scheduler->requests[i]);
         }
     }
 }
 
 /* ---- which rows ---------------------------------------------------------- */
-
-static bool active(const rk_request *request)
-{
-    return request->finish == RK_FINISH_NONE;
-}
 
 /* The rows of one request in the next step, at most `room`. */
 static rk_item next_item(const rk_request *request, int32_t room)
@@ -261,8 +321,8 @@ static int32_t choose(rk_session *s, rk_request **owners)
     rk_scheduler *scheduler = &s->scheduler;
     int32_t n = 0, room = s->options.step_tokens;
     for (int pass = 0; pass < 2; pass++) {
-        for (rk_request *r = scheduler->first; r != NULL && room > 0;
-             r = r->next) {
+        for (int32_t i = 0; i < scheduler->n && room > 0; i++) {
+            rk_request *r = scheduler->requests[i];
             if (!active(r)) {
                 continue;
             }
@@ -291,7 +351,8 @@ static int32_t choose(rk_session *s, rk_request **owners)
 static bool preempt(rk_scheduler *scheduler)
 {
     rk_request *first = NULL, *last = NULL;
-    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
+    for (int32_t i = 0; i < scheduler->n; i++) {
+        rk_request *r = scheduler->requests[i];
         if (r->running) {
             first = first == NULL ? r : first;
             last = r;
@@ -381,7 +442,8 @@ static rk_status take(rk_session *s, rk_request *request, const rk_pick *pick,
 /* Nothing to compute: no tokens wanted, or no position left. */
 static void end_idle(rk_session *s)
 {
-    for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+    for (int32_t i = 0; i < s->scheduler.n; i++) {
+        rk_request *r = s->scheduler.requests[i];
         if (active(r) &&
             (r->options.max_new_tokens == 0 ||
              r->branch->n_tokens >= s->model.config.max_positions)) {
@@ -395,7 +457,8 @@ static void end_idle(rk_session *s)
 static rk_status check_sizes(rk_session *s, rk_error *err)
 {
     int32_t total = rk_kv_count(s->kv).total;
-    for (rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+    for (int32_t i = 0; i < s->scheduler.n; i++) {
+        const rk_request *r = s->scheduler.requests[i];
         int32_t needed =
             active(r) ? rk_tree_blocks_of(&s->tree, r->branch->n_tokens) : 0;
         if (needed > total) {
@@ -410,31 +473,35 @@ static rk_status check_sizes(rk_session *s, rk_error *err)
     return RK_OK;
 }
 
-/* CGEE while generating: the event that carries the end is the request's
- * newest, or one of its own. */
+/* CGEE while generating, by the settings of the group's first request. */
+static bool leads(rk_scheduler *scheduler, const rk_group *group)
+{
+    const rk_cgee *cgee = &group->first->options.cgee;
+    int32_t n = 0, steps = INT32_MAX;
+    if (group->id == 0 || group->n_active == 0 || cgee->stop_top > 1.0) {
+        return false;
+    }
+    for (const rk_request *r = group->first; r != NULL; r = r->peer) {
+        scheduler->confidence[n++] = r->confidence;
+        steps = active(r) && r->n_new < steps ? r->n_new : steps;
+    }
+    return rk_cgee_stop(cgee, scheduler->confidence, n, steps);
+}
+
+/* The event that carries the end is one of its own. */
 static void stop_early(rk_session *s)
 {
     rk_scheduler *scheduler = &s->scheduler;
-    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
-        if (!active(r) || r->group == 0 || r->options.cgee.stop_top > 1.0) {
+    for (int32_t i = 0; i < scheduler->n; i++) {
+        const rk_group *group = scheduler->requests[i]->group;
+        if (scheduler->requests[i] != group->first ||
+            !leads(scheduler, group)) {
             continue;
         }
-        double *confidence = scheduler->confidence;
-        int32_t n = 0, steps = INT32_MAX;
-        for (rk_request *o = scheduler->first; o != NULL; o = o->next) {
-            if (o->group == r->group) {
-                confidence[n++] = o->confidence;
-                steps = active(o) && o->n_new < steps ? o->n_new : steps;
-            }
-        }
-        if (!rk_cgee_stop(&r->options.cgee, confidence, n, steps)) {
-            continue;
-        }
-        uint64_t group = r->group;
-        for (rk_request *o = scheduler->first; o != NULL; o = o->next) {
-            if (o->group == group && active(o)) {
-                event_add(scheduler, o, NULL)->finish = RK_FINISH_EARLY;
-                retire(s, o, RK_FINISH_EARLY);
+        for (rk_request *r = group->first; r != NULL; r = r->peer) {
+            if (active(r)) {
+                event_add(scheduler, r, NULL)->finish = RK_FINISH_EARLY;
+                retire(s, r, RK_FINISH_EARLY);
             }
         }
     }
@@ -494,8 +561,8 @@ rk_status rk_session_step(rk_session *s, const rk_token **events,
     }
     *events = scheduler->events;
     *n_events = scheduler->n_events;
-    for (rk_request *r = scheduler->first; r != NULL; r = r->next) {
-        *n_active += active(r);
+    for (int32_t i = 0; i < scheduler->n; i++) {
+        *n_active += active(scheduler->requests[i]);
     }
     return status;
 }
@@ -510,7 +577,8 @@ uint64_t rk_session_blamed(const rk_session *s)
 rk_status rk_scheduler_check(const rk_session *s, rk_error *err)
 {
     int32_t n_busy = 0, n_pins = 0;
-    for (const rk_request *r = s->scheduler.first; r != NULL; r = r->next) {
+    for (int32_t i = 0; i < s->scheduler.n; i++) {
+        const rk_request *r = s->scheduler.requests[i];
         const rk_branch *b = r->branch;
         if (r->running && (!active(r) || b == NULL)) {
             return rk_fail(err, RK_ESTATE, "request %llu has ended and runs",

@@ -39,13 +39,15 @@ typedef struct rk_request rk_request;
 
 /* Requests in the order in which they came, see scheduler.c. */
 typedef struct rk_scheduler {
-    rk_request *first, *last;
+    rk_request **requests; /* (n,) owned; their ids rise */
+    int32_t n, capacity;
     uint64_t next_id;
+    bool litter;        /* a group has ended whose records are there */
     bool stalled;       /* somebody was sent back for want of blocks */
     uint64_t blamed;    /* whose failure the last step was; 0: nobody's */
     rk_token *events;   /* owned, two for every request */
     double *confidence; /* owned scratch, one for every request */
-    int32_t n_events, capacity; /* in requests */
+    int32_t n_events;
 } rk_scheduler;
 
 struct rk_session {

@@ -99,6 +99,13 @@ static rk_status tree_room(rk_tree *tree, rk_error *err)
     if (tree->n_branches < tree->tails_capacity) {
         return RK_OK;
     }
+    if (tree->tail_of == NULL) {
+        tree->tail_of =
+            calloc((size_t)rk_kv_count(tree->kv).total, sizeof *tree->tail_of);
+        if (tree->tail_of == NULL) {
+            return rk_fail(err, RK_ENOMEM, "no memory for a branch");
+        }
+    }
     int32_t wanted = tree->tails_capacity < 32 ? 32 : tree->tails_capacity * 2;
     rk_tail *grown = realloc(tree->tails, (size_t)wanted * sizeof *grown);
     if (grown == NULL) {
@@ -115,7 +122,9 @@ void rk_tree_free(rk_tree *tree)
         rk_tree_drop(tree, tree->first);
     }
     free(tree->tails);
+    free(tree->tail_of);
     tree->tails = NULL;
+    tree->tail_of = NULL;
     tree->tails_capacity = 0;
 }
 
@@ -369,67 +378,67 @@ void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
 
 /* ---- eviction ------------------------------------------------------------ */
 
-static int by_block(const void *a, const void *b)
+static bool evictable(const rk_branch *branch)
 {
-    int32_t x = ((const rk_tail *)a)->block, y = ((const rk_tail *)b)->block;
-    return (x > y) - (x < y);
+    return branch->pins == 0 && branch->n_blocks > 0;
 }
 
-/* The tails of all unpinned branches, sorted by block. */
+static int32_t tail_block(const rk_branch *branch)
+{
+    return branch->blocks[branch->n_blocks - 1];
+}
+
+/* The tails of all unpinned branches; a block is worth what its best branch
+ * is worth. */
 static int32_t tails_collect(rk_tree *tree)
 {
     int32_t n = 0;
-    for (rk_branch *b = tree->first; b != NULL; b = b->next) {
-        if (b->pins == 0 && b->n_blocks > 0) {
-            tree->tails[n++] = (rk_tail){
-                .block = b->blocks[b->n_blocks - 1],
-                .branch = b,
-                .rank = {.omega =
-                             rk_rsbcm_omega(b->score, b->confidence, b->depth),
-                         .last_use = b->last_use,
-                         .id = b->id},
-            };
+    for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
+        if (!evictable(b)) {
+            continue;
         }
+        int32_t *place = &tree->tail_of[tail_block(b)];
+        double omega = rk_rsbcm_omega(b->score, b->confidence, b->depth);
+        if (*place == 0) {
+            tree->tails[n++] = (rk_tail){
+                tail_block(b),
+                1,
+                {.omega = omega, .last_use = b->last_use, .id = b->id}};
+            *place = n;
+            continue;
+        }
+        rk_tail *tail = &tree->tails[*place - 1];
+        rk_candidate *rank = &tail->rank;
+        tail->n_branches++;
+        rank->omega = fmax(rank->omega, omega);
+        rank->last_use =
+            rank->last_use < b->last_use ? b->last_use : rank->last_use;
+        rank->id = rank->id > b->id ? b->id : rank->id;
     }
-    qsort(tree->tails, (size_t)n, sizeof *tree->tails, by_block);
     return n;
 }
 
 /* Free the tail block that leaves first; false when every block is needed. */
 static bool evict_one(rk_tree *tree)
 {
-    int32_t n = tails_collect(tree), best = -1, best_end = -1;
-    rk_candidate best_rank = {0};
-    for (int32_t begin = 0, end; begin < n; begin = end) {
-        rk_candidate rank = tree->tails[begin].rank;
-        for (end = begin + 1;
-             end < n && tree->tails[end].block == tree->tails[begin].block;
-             end++) {
-            /* A block is worth what its best branch is worth. */
-            const rk_candidate *other = &tree->tails[end].rank;
-            rank.omega = fmax(rank.omega, other->omega);
-            if (rank.last_use < other->last_use) {
-                rank.last_use = other->last_use;
-            }
-            if (rank.id > other->id) {
-                rank.id = other->id;
-            }
+    int32_t n = tails_collect(tree);
+    const rk_tail *best = NULL;
+    for (int32_t i = 0; i < n; i++) {
+        const rk_tail *tail = &tree->tails[i];
+        bool whole = rk_kv_refs(tree->kv, tail->block) == tail->n_branches;
+        if (whole &&
+            (best == NULL || rk_rsbcm_before(&tail->rank, &best->rank))) {
+            best = tail;
         }
-        bool whole =
-            rk_kv_refs(tree->kv, tree->tails[begin].block) == end - begin;
-        if (whole && (best < 0 || rk_rsbcm_before(&rank, &best_rank))) {
-            best = begin;
-            best_end = end;
-            best_rank = rank;
+        tree->tail_of[tail->block] = 0;
+    }
+    for (rk_branch *b = tree->first; best != NULL && b != NULL; b = b->next) {
+        if (evictable(b) && tail_block(b) == best->block) {
+            rk_tree_release(tree, b, (b->n_blocks - 1) * tree->block_tokens);
         }
     }
-    for (int32_t i = best; i >= 0 && i < best_end; i++) {
-        rk_branch *branch = tree->tails[i].branch;
-        rk_tree_release(tree, branch,
-                        (branch->n_blocks - 1) * tree->block_tokens);
-    }
-    tree->evictions += best >= 0;
-    return best >= 0;
+    tree->evictions += best != NULL;
+    return best != NULL;
 }
 
 bool rk_tree_evict(rk_tree *tree, int32_t n_blocks)

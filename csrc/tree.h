@@ -36,21 +36,22 @@ typedef struct rk_branch {
     int32_t n_blocks, blocks_capacity;
     int32_t n_published; /* leading blocks that the index knows */
 
-    uint64_t stream;   /* key of its random numbers */
-    double score;      /* NaN: not verified */
-    double confidence; /* NaN: nothing generated */
-    bool approximate;  /* stands on KV of another wording */
-    int32_t pins;      /* > 0: a step or a request needs it: no eviction */
-    bool busy;         /* a submitted request owns its tokens */
-    uint64_t last_use; /* session's step counter */
+    uint64_t stream;    /* key of its random numbers */
+    double score;       /* NaN: not verified */
+    double confidence;  /* NaN: nothing generated */
+    bool approximate;   /* stands on KV of another wording */
+    int32_t pins;       /* > 0: a step or a request needs it: no eviction */
+    bool busy;          /* a submitted request owns its tokens */
+    uint64_t request;   /* id of the newest of its requests; 0: none ever */
+    int32_t n_requests; /* records that name it, of ended requests too */
+    uint64_t last_use;  /* session's step counter */
     rk_probe_memory memory;
 } rk_branch;
 
-/* Eviction's scratch: the last block of an unpinned branch. */
+/* Eviction's scratch: the last block of some unpinned branches. */
 typedef struct rk_tail {
-    int32_t block;
-    rk_branch *branch;
-    rk_candidate rank;
+    int32_t block, n_branches;
+    rk_candidate rank; /* as its best branch's */
 } rk_tail;
 
 /* The list of live branches of a session and their blocks' books. Zeroed but
@@ -63,8 +64,9 @@ typedef struct rk_tree {
     uint64_t next_id;
     int32_t n_branches;
     int64_t evictions; /* blocks taken by RSBCM */
-    rk_tail *tails;    /* owned */
+    rk_tail *tails;    /* owned, one for every branch at most */
     int32_t tails_capacity;
+    int32_t *tail_of; /* owned, (blocks,): 1 + place in tails, 0: none */
 } rk_tree;
 
 void rk_tree_free(rk_tree *tree);

@@ -67,15 +67,6 @@ rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size)
     return g;
 }
 
-void rk_submission_remove(rk_generating *g, rk_submission **at)
-{
-    rk_submission *gone = *at;
-
-    *at = gone->next;
-    g->n_submissions--;
-    PyMem_RawFree(gone);
-}
-
 void rk_failed_free(rk_generating *g)
 {
     while (g->failed != NULL) {
@@ -92,14 +83,74 @@ void rk_generating_free(rk_generating *g)
     if (g == NULL) {
         return;
     }
-    while (g->submissions != NULL) {
-        rk_submission_remove(g, &g->submissions);
+    for (int32_t i = 0; i < g->n_submissions; i++) {
+        PyMem_RawFree(g->submissions[i]);
     }
+    PyMem_RawFree(g->submissions);
     rk_failed_free(g);
     PyMem_RawFree(g->token_bytes);
     PyMem_RawFree(g->token_offsets);
     PyMem_RawFree(g->queue);
     PyMem_RawFree(g);
+}
+
+/* ---- submissions --------------------------------------------------------- */
+
+bool rk_submission_add(rk_generating *g, uint64_t request)
+{
+    rk_submission *new;
+
+    if (g->n_submissions == g->submissions_capacity) {
+        int32_t capacity = 2 * (g->n_submissions + 8);
+        rk_submission **grown = PyMem_RawRealloc(
+            g->submissions, (size_t)capacity * sizeof(rk_submission *));
+
+        if (grown == NULL) {
+            return false;
+        }
+        g->submissions = grown;
+        g->submissions_capacity = capacity;
+    }
+    new = PyMem_RawCalloc(1, sizeof *new);
+    if (new == NULL) {
+        return false;
+    }
+    new->request = request;
+    g->submissions[g->n_submissions++] = new;
+    return true;
+}
+
+rk_submission **rk_submission_find(const rk_generating *g, uint64_t request)
+{
+    int32_t low = 0, high = g->n_submissions;
+
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+
+        if (g->submissions[middle]->request < request) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low < g->n_submissions && g->submissions[low]->request == request
+               ? g->submissions + low
+               : NULL;
+}
+
+/* Take *at out of the others; it is the caller's. */
+static rk_submission *submission_take(rk_generating *g, rk_submission **at)
+{
+    rk_submission *taken = *at;
+    rk_submission **end = g->submissions + g->n_submissions--;
+
+    memmove(at, at + 1, (size_t)(end - at - 1) * sizeof(rk_submission *));
+    return taken;
+}
+
+void rk_submission_remove(rk_generating *g, rk_submission **at)
+{
+    PyMem_RawFree(submission_take(g, at));
 }
 
 /* ---- where events go ----------------------------------------------------- */
@@ -182,6 +233,8 @@ static bool enqueue(rk_generating *g, const rk_token *event)
  * are none of our business. */
 static bool dispatch(rk_generating *g, const rk_token *event)
 {
+    rk_submission **at;
+
     for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
         rk_series *s = find_series(c, event->request);
 
@@ -189,25 +242,14 @@ static bool dispatch(rk_generating *g, const rk_token *event)
             return series_take(c, s, event);
         }
     }
-    for (rk_submission **at = &g->submissions; *at != NULL; at = &(*at)->next) {
-        if ((*at)->request == event->request) {
-            if (event->finish != RK_FINISH_NONE) {
-                rk_submission_remove(g, at);
-            }
-            return enqueue(g, event);
-        }
+    at = rk_submission_find(g, event->request);
+    if (at == NULL) {
+        return true;
     }
-    return true;
-}
-
-/* Its consumer learns it; without memory, by n_active alone. */
-static void end_submission(rk_generating *g, rk_submission **at)
-{
-    enqueue(g, &(rk_token){.request = (*at)->request,
-                           .token = -1,
-                           .finish = RK_FINISH_CANCELLED,
-                           .stop_index = -1});
-    rk_submission_remove(g, at);
+    if (event->finish != RK_FINISH_NONE) {
+        rk_submission_remove(g, at);
+    }
+    return enqueue(g, event);
 }
 
 void rk_collector_undo(session_object *session, const rk_collector *c)
@@ -224,7 +266,7 @@ static bool blame(session_object *session, const rk_collector *own,
                   uint64_t request, const rk_error *err)
 {
     rk_generating *g = session->generating;
-    rk_submission **at = &g->submissions, *failed;
+    rk_submission **at, *failed;
 
     for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
         if (find_series(c, request) != NULL) {
@@ -235,16 +277,12 @@ static bool blame(session_object *session, const rk_collector *own,
             return c != own;
         }
     }
-    while (*at != NULL && (*at)->request != request) {
-        at = &(*at)->next;
-    }
-    if (*at == NULL) {
+    at = rk_submission_find(g, request);
+    if (at == NULL) {
         return false;
     }
-    failed = *at;
-    *at = failed->next;
-    g->n_submissions--;
-    *failed = (rk_submission){g->failed, request, NULL, *err};
+    failed = submission_take(g, at);
+    *failed = (rk_submission){g->failed, request, *err};
     g->failed = failed;
     g->n_failed++;
     rk_session_cancel(session->engine, request);
@@ -278,23 +316,27 @@ rk_status rk_generating_step(session_object *session, const rk_collector *own,
 
 void rk_generating_forget(rk_generating *g, const rk_branch *branch)
 {
+    rk_token end = {.request = branch->request,
+                    .token = -1,
+                    .finish = RK_FINISH_CANCELLED,
+                    .stop_index = -1};
+    rk_submission **at;
+
+    if (branch->n_requests == 0) {
+        return; /* nobody waits for anything of it */
+    }
     for (rk_collector *c = g->collectors; c != NULL; c = c->next) {
         for (int32_t i = 0; i < c->n; i++) {
-            const rk_token end = {
-                .token = -1, .finish = RK_FINISH_CANCELLED, .stop_index = -1};
-
             if (c->series[i].branch == branch) {
                 series_take(c, &c->series[i], &end);
                 c->series[i].branch = NULL;
             }
         }
     }
-    for (rk_submission **at = &g->submissions; *at != NULL;) {
-        if ((*at)->branch == branch) {
-            end_submission(g, at);
-        } else {
-            at = &(*at)->next;
-        }
+    at = branch->busy ? rk_submission_find(g, branch->request) : NULL;
+    if (at != NULL) {
+        enqueue(g, &end); /* without memory, n_active alone tells */
+        rk_submission_remove(g, at);
     }
 }
 

@@ -32,9 +32,8 @@ typedef struct rk_collector {
 
 /* A request of `_submit` that has not ended, or failed. */
 typedef struct rk_submission {
-    struct rk_submission *next;
+    struct rk_submission *next; /* of those that failed */
     uint64_t request;
-    const rk_branch *branch; /* only compared */
     rk_error failure;
 } rk_submission;
 
@@ -43,8 +42,8 @@ struct rk_generating {
     int64_t *token_offsets; /* (vocab_size + 1,); NULL: no table */
     uint64_t next_group;
     rk_collector *collectors;
-    rk_submission *submissions;
-    int32_t n_submissions;
+    rk_submission **submissions; /* (n_submissions,) owned; requests rise */
+    int32_t n_submissions, submissions_capacity;
     rk_token *queue; /* (n_queue,) events for `_step` */
     int32_t n_queue, queue_capacity;
     rk_submission *failed; /* owned, for `_step` to tell */
@@ -61,7 +60,10 @@ rk_status rk_generating_step(session_object *session, const rk_collector *own,
 /* Does a running `_generate` own the request? */
 bool rk_generating_collects(const rk_generating *g, uint64_t request);
 
-/* Take *at out of the list. */
+/* One for the request that has the largest id so far. False: no memory. */
+bool rk_submission_add(rk_generating *g, uint64_t request);
+/* Where that of the request stands, NULL: there is none. */
+rk_submission **rk_submission_find(const rk_generating *g, uint64_t request);
 void rk_submission_remove(rk_generating *g, rk_submission **at);
 
 /* Forget those that failed. */

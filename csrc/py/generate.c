@@ -158,23 +158,14 @@ static rk_status submit(session_object *self, rk_branch *branch,
                         const settings *s, uint64_t group, uint64_t *request,
                         rk_error *err)
 {
-    rk_generating *g = self->generating;
-    rk_submission *new = PyMem_RawCalloc(1, sizeof *new);
-    rk_status status;
+    rk_status status = rk_session_submit(self->engine, branch, &s->options,
+                                         group, request, err);
 
-    if (new == NULL) {
-        return rk_fail(err, RK_ENOMEM, "no memory for a request");
+    if (status == RK_OK && !rk_submission_add(self->generating, *request)) {
+        rk_session_abort(self->engine, *request);
+        status = rk_fail(err, RK_ENOMEM, "no memory for a request");
     }
-    status = rk_session_submit(self->engine, branch, &s->options, group,
-                               request, err);
-    if (status != RK_OK) {
-        PyMem_RawFree(new);
-        return status;
-    }
-    *new = (rk_submission){g->submissions, *request, branch, {0}};
-    g->submissions = new;
-    g->n_submissions++;
-    return RK_OK;
+    return status;
 }
 
 PyObject *rk_session_py_submit(session_object *self, PyObject *args,
@@ -312,11 +303,8 @@ PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
         rk_session_enter(self) < 0) {
         return NULL;
     }
-    at = &self->generating->submissions;
-    while (*at != NULL && (*at)->request != request) {
-        at = &(*at)->next;
-    }
-    if (*at != NULL) {
+    at = rk_submission_find(self->generating, request);
+    if (at != NULL) {
         rk_submission_remove(self->generating, at);
         if (!undo) {
             rk_session_cancel(self->engine, request);
