@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,13 +68,15 @@ def _parser() -> argparse.ArgumentParser:
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
     s.add_argument("model", help="a Hugging Face folder or a .gguf file")
-    s.add_argument("--problem", required=True, metavar="TEXT|FILE")
+    s.add_argument("--problem", type=_problem, required=True, metavar="TEXT|FILE",
+                   help="the text itself, or a file that holds it")  # fmt: skip
     s.add_argument("--branches", type=_count, default=8, help="how many answers (default 8)")
     s.add_argument("--approach", action="append", metavar="TEXT",
                    help="what an answer begins with; once for each branch")  # fmt: skip
     s.add_argument("--depth", type=_count, default=1,
                    help="levels of a tree search (default 1: none)")  # fmt: skip
-    s.add_argument("--beam", type=_count, default=2, help="nodes kept on each level of a search")
+    s.add_argument("--beam", type=_count,
+                   help="nodes kept on each level of a search (default 2)")  # fmt: skip
     s.add_argument("--max-new-tokens", type=_count, default=256)
     s.add_argument("--temperature", type=float, default=0.7)
     s.add_argument("--seed", type=int, default=0)
@@ -87,9 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     v = commands.add_parser("serve", parents=[engine], help="OpenAI's HTTP API on a model")
     v.add_argument("model", help="a Hugging Face folder or a .gguf file")
     v.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
-    v.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one")
+    v.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
     v.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
-    v.add_argument("--max-rows", type=int, default=64, help="samples that run at once")
+    v.add_argument("--max-rows", type=_count, default=64, help="samples that run at once")
     v.set_defaults(run=_serve)
 
     e = commands.add_parser(
@@ -129,6 +132,29 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be in 0 .. 65535, got {text!r}")
+    return int(text)
+
+
+def _problem(value: str) -> str:
+    """A problem as given, or the contents of the file that it names. What begins like a path or
+    ends like the name of a text, without a blank, and is not there, is no problem but a slip."""
+    if os.path.isdir(value):
+        raise argparse.ArgumentTypeError(f"{value!r} is a folder")
+    if os.path.exists(value):
+        try:
+            value = Path(value).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise argparse.ArgumentTypeError(f"{value!r}: {error}") from None
+    elif re.fullmatch(r"(~|\.{0,2})/\S*|\S+\.(txt|md)", value):
+        raise argparse.ArgumentTypeError(f"{value!r}: no such file")
+    if not value.strip():
+        raise argparse.ArgumentTypeError("the problem is empty")
+    return value
+
+
 def _new_file(text: str) -> Path:
     """An option that names a file to write, refused before any work is done for it."""
     path = Path(text)
@@ -148,7 +174,9 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
 def _solve(options: argparse.Namespace) -> int:
     if options.approach and options.depth > 1:
         raise ValueError("--approach begins whole answers: it goes with --depth 1")
-    problem = _text(options.problem)
+    if options.beam is not None and options.depth == 1:
+        raise ValueError("--beam is for a search: it goes with --depth of 2 or more")
+    problem = options.problem
     session = load(options.model).session(
         kv_bytes=options.kv, cgee=_CGEE[options.cgee], **_engine(options)
     )
@@ -158,7 +186,8 @@ def _solve(options: argparse.Namespace) -> int:
     }
     if options.depth > 1:
         solution = search(
-            session, problem, expand=options.branches, depth=options.depth, beam=options.beam,
+            session, problem, expand=options.branches, depth=options.depth,
+            beam=options.beam or 2,
             max_new_tokens=max(1, options.max_new_tokens // options.depth),
             last_tokens=options.max_new_tokens, **common,
         )  # fmt: skip
@@ -174,17 +203,6 @@ def _solve(options: argparse.Namespace) -> int:
     if options.html:
         options.html.write_text(solution._repr_html_(), "utf-8")
     return 0
-
-
-def _text(value: str) -> str:
-    """A problem as given, or the contents of the file that it names."""
-    try:
-        path = Path(value)
-        if path.is_file():
-            return path.read_text("utf-8").strip()
-    except (OSError, ValueError):  # too long for a file name: a text
-        pass
-    return value
 
 
 def as_json(solution: Solution) -> dict[str, Any]:

@@ -170,6 +170,7 @@ def comparison(solution: Solution, outcome: Outcome) -> list[str]:
         total = [a + b for a, b in zip(total, values, strict=True)]
         lines.append(_row(rows[name], values))
     lines.append(_row("total", total))
+    lines.append("tokens: all that went through the model, those computed again among them")
     verdict = "the same tokens and scores, bit for bit" if same(solution, outcome) else "DIFFERENT"
     lines.append("")
     lines.append(f"{total[2] / total[0]:.1f} times as fast with sharing; both ways gave {verdict}")

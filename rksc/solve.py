@@ -231,6 +231,8 @@ def session_of(
 ) -> BranchSession:
     """The session that solve and search run on, once what they are given is of the right kind."""
     check_text("problem", problem)
+    if not problem.strip():
+        raise ValueError("problem is empty")
     if extract is not None and not callable(extract):
         raise TypeError(f"extract must be None or a callable, got {extract!r}")
     if isinstance(model, BranchSession):

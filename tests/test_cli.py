@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from rksc import Model, Node, Solution, data
 from rksc import demo as demo_module
 from rksc import selftest as module
-from rksc.cli import main
+from rksc.cli import _problem, main
 from rksc.guard import same_numbers
 from rksc.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
 
@@ -66,6 +67,12 @@ def test_a_closed_pipe_is_no_error() -> None:
         (["--html", "/no/such/folder/x"], "--html: cannot write '/no/such/folder/x'"),
         (["--html", "/"], "--html: cannot write"),
         (["--cgee", "turbo"], "--cgee: invalid choice: 'turbo' (choose from"),
+        (["--problem", "/nope.txt"], "--problem: '/nope.txt': no such file"),
+        (["--problem", "./nope"], "--problem: './nope': no such file"),
+        (["--problem", "nope.txt"], "--problem: 'nope.txt': no such file"),
+        (["--problem", "/"], "--problem: '/' is a folder"),
+        (["--problem", ""], "--problem: the problem is empty"),
+        (["--problem", " \n"], "--problem: the problem is empty"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(
@@ -75,6 +82,37 @@ def test_bad_options_are_refused_before_any_work(
         main(["solve", "no-such-model.gguf", "--problem", "x", *options])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "99999999"], "--port: must be in 0 .. 65535, got '99999999'"),
+        (["--port", "-1"], "--port: must be in 0 .. 65535"),
+        (["--max-rows", "0"], "--max-rows: must be a whole number, at least 1"),
+    ],
+)
+def test_bad_options_of_serve(capsys: Any, options: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", "no-such-model.gguf", *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_problem_is_a_text_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "p"
+    file.write_text(" 2 + 2? \n", "utf-8")
+    assert _problem(str(file)) == "2 + 2?"
+    for text in ("1/2+1/3=?", "What is in /etc/hosts.txt ?", "x" * 5000, "a\0b"):
+        assert _problem(text) == text
+    file.write_bytes(b"\xff")
+    with pytest.raises(argparse.ArgumentTypeError, match="utf-8"):
+        _problem(str(file))
+
+
+def test_a_beam_is_of_a_search(capsys: Any) -> None:
+    assert main(["solve", "no-such-model.gguf", "--problem", "x", "--beam", "5"]) == 2
+    assert "--beam is for a search" in capsys.readouterr().err
 
 
 def test_an_approach_is_a_whole_answer(capsys: Any) -> None:

@@ -162,7 +162,8 @@ def test_bad_approaches(session: BranchSession, approaches: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
-        ({"problem": None}, TypeError), ({"problem": "th \udfff"}, ValueError),
+        ({"problem": None}, TypeError), ({"problem": ""}, ValueError),
+        ({"problem": " \n"}, ValueError), ({"problem": "th \udfff"}, ValueError),
         ({"system": 5}, TypeError), ({"system": "\ud800"}, ValueError),
         ({"instruction": 5}, TypeError), ({"verify_prompt": b"YES?"}, TypeError),
         ({"max_new_tokens": None}, TypeError), ({"max_new_tokens": -1}, ValueError),
