@@ -1,7 +1,10 @@
 /* What a branch would say next: the logits after its tokens, and the residual
  * stream on the way to them, for the host or, on a GPU, in memory that others
- * use where it lies.
+ * use where it lies. What the host is given holds no NaN; what stays on the
+ * device is not looked at.
  */
+#include <math.h>
+
 #include "state.h"
 
 rk_status rk_session_peek(rk_session *s, rk_branch *branch, rk_error *err)
@@ -12,6 +15,21 @@ rk_status rk_session_peek(rk_session *s, rk_branch *branch, rk_error *err)
     }
     rk_item item = {branch, branch->n_tokens - 1, branch->n_tokens, false};
     return rk_step_open(s, &item, 1, NULL, err);
+}
+
+/* `rows` rows of numbers, after the branch's tokens from `position` on. */
+static rk_status check_rows(const char *what, const float *values, int32_t rows,
+                            int32_t cols, const rk_branch *branch,
+                            int32_t position, rk_error *err)
+{
+    for (int32_t i = 0; i < rows; i++, values += cols) {
+        for (int32_t j = 0; j < cols; j++) {
+            if (isnan(values[j])) {
+                return rk_session_fail_nan(what, branch, position + i, err);
+            }
+        }
+    }
+    return RK_OK;
 }
 
 /* Into `host`, or into memory of the device that is read later, if at all. */
@@ -26,6 +44,10 @@ static rk_status logits(rk_session *s, rk_branch *branch, float *host,
     status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
     if (status == RK_OK && host != NULL) {
         status = rk_forward_logits(f, s->step.first_rows, 1, host, err);
+        if (status == RK_OK) {
+            status = check_rows("logits", host, 1, s->model.config.vocab_size,
+                                branch, branch->n_tokens - 1, err);
+        }
     } else if (status == RK_OK) {
         status = rk_forward_leave(f, s->step.first_rows, 1, device, err);
     }
@@ -60,6 +82,10 @@ rk_status rk_session_logits_at(rk_session *s, rk_branch *branch, int32_t begin,
             status =
                 rk_forward_logits(&s->forward, s->step.rows, n, logits, err);
         }
+        if (status == RK_OK) {
+            status = check_rows("logits", logits, n, s->model.config.vocab_size,
+                                branch, begin, err);
+        }
         rk_step_close(s, status == RK_OK);
         logits += (size_t)n * (size_t)s->model.config.vocab_size;
         begin += n;
@@ -83,6 +109,10 @@ static rk_status hidden(rk_session *s, rk_branch *branch, float *host,
         if (status == RK_OK && host != NULL) {
             status = rk_forward_fetch(f, host + at, f->x,
                                       (size_t)width * sizeof *host, err);
+            if (status == RK_OK) {
+                status = check_rows("hidden states", host + at, 1, width,
+                                    branch, branch->n_tokens - 1, err);
+            }
         } else if (status == RK_OK) {
             s->device->ops->gather(s->device, device + at, f->x,
                                    s->step.first_rows, 1, width);

@@ -3,7 +3,7 @@
  * Reading a branch's distribution is peek.c, generation scheduler.c,
  * verification verify.c, ASKS probe.c.
  */
-#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -189,13 +189,17 @@ rk_status rk_session_check_tokens(const rk_session *s, const char *field,
 rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
                                 int32_t position, rk_error *err)
 {
-    if (pick->token < 0) {
-        return rk_fail(err, RK_EVALUE,
-                       "weights: the logits of branch %llu at position %d are "
-                       "NaN",
-                       (unsigned long long)branch->id, (int)position);
-    }
-    return RK_OK;
+    return pick->token < 0
+               ? rk_session_fail_nan("logits", branch, position, err)
+               : RK_OK;
+}
+
+rk_status rk_session_fail_nan(const char *what, const rk_branch *branch,
+                              int32_t position, rk_error *err)
+{
+    return rk_fail(err, RK_EVALUE,
+                   "weights: the %s of branch %llu at position %d are NaN",
+                   what, (unsigned long long)branch->id, (int)position);
 }
 
 /* ---- branches ------------------------------------------------------------ */
@@ -509,8 +513,10 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
 {
     rk_status status = rk_session_check_branch(branch, err);
     for (int32_t i = 0; i < n && status == RK_OK; i++) {
-        status = rk_session_check_tokens(s, "continuation", continuations[i],
-                                         lengths[i], branch->n_tokens, err);
+        char field[32];
+        snprintf(field, sizeof field, "continuations[%d]", (int)i);
+        status = rk_session_check_tokens(s, field, continuations[i], lengths[i],
+                                         branch->n_tokens, err);
     }
     if (status == RK_OK && n > 0) {
         status = score_first(s, branch, continuations, lengths, n, picks, err);

@@ -116,6 +116,9 @@ rk_status rk_session_check_tokens(const rk_session *s, const char *field,
 /* A row whose logits were NaN is an error that names branch and position. */
 rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
                                 int32_t position, rk_error *err);
+/* That error; what: "logits". */
+rk_status rk_session_fail_nan(const char *what, const rk_branch *branch,
+                              int32_t position, rk_error *err);
 
 /* ---- peek.c -------------------------------------------------------------- */
 

@@ -183,6 +183,9 @@ class Session:
     @property
     def copied_bytes(self) -> int:
         """Bytes of weights that could not be used in place and were converted."""
+    def _tokens(self, tokens: Tokens, what: str) -> NDArray[np.int32]:
+        """Token ids as an array of its own, int32 (n,), once they are of the vocabulary; errors
+        call them `what`."""
     def _prefill(self, tokens: Tokens, compute: bool = True) -> Branch: ...
     def _prefill_similar(
         self,

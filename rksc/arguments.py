@@ -56,12 +56,30 @@ def integer(field: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> in
     return number
 
 
-def as_cgee(cgee: Any) -> CGEE | None:
+def flag(field: str, value: Any) -> bool:
+    """True or False itself: what merely counts as one may be a slip."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{field} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def check_branch(field: str, branch: Any, session: Any) -> None:
+    """A TypeError or ValueError names the field when it is no branch of this session."""
+    if not isinstance(branch, Branch):
+        raise TypeError(f"{field} must be a rksc.Branch, not {type(branch).__name__}")
+    if branch.session is not session:
+        raise ValueError(f"{field} belongs to another session")
+
+
+def as_cgee(cgee: Any, n_layers: int) -> CGEE | None:
+    """Settings for a model of that many layers."""
     if cgee is not None and not isinstance(cgee, CGEE):
         raise ValueError(
             f"cgee must be rksc.CGEE or None, got {cgee!r} (presets: CGEE(), CGEE.fast(), "
             "CGEE.paper())"
         )
+    if cgee is not None and cgee.lens is not None and cgee.min_layer > n_layers:
+        raise ValueError(f"cgee.min_layer must be at most {n_layers}, got {cgee.min_layer}")
     return cgee
 
 

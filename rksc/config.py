@@ -108,7 +108,9 @@ class ModelConfig:
     applied. `rope_interleaved` tells how q and k rows are ordered: False rotates halves
     (i, i + head_dim / 2) as Hugging Face weights want, True adjacent pairs (2i, 2i + 1)
     as llama-architecture GGUF files do. `window` is the number of keys that a query sees,
-    itself included (0: all), in layers `window_from` and up. ValueError names the field.
+    itself included (0: all), in layers `window_from` and up. `qkv_bias` and `output_bias` tell
+    whether the attention's matrices have biases (None: as the weights have them). ValueError
+    names the field.
     """
 
     architecture: str
@@ -126,6 +128,8 @@ class ModelConfig:
     window: int = 0
     window_from: int = 0
     tied: bool = False
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
 
@@ -305,6 +309,7 @@ def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = _head_dim(config, heads)
     n_layers = _field(config, "num_hidden_layers")
     theta, scaling = _rope(config)
+    attention_bias = bool(config.get("attention_bias"))
     window, window_from = _window(config, architecture, n_layers)
     return ModelConfig(
         architecture=architecture,
@@ -322,6 +327,8 @@ def _from_hf(config: Mapping[str, Any]) -> ModelConfig:
         window=window,
         window_from=window_from,
         tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or architecture == "qwen2",
+        output_bias=attention_bias,
         eos=token_ids(config.get("eos_token_id"), "eos_token_id"),
         bos=next(iter(token_ids(config.get("bos_token_id"), "bos_token_id")), None),
     )
@@ -489,7 +496,8 @@ def _from_gguf(metadata: Mapping[str, Any], factors: Sequence[float] | None) -> 
         inv_freq=_gguf_frequencies(keys, prefix, head_dim, context, factors),
         rope_interleaved=architecture == "llama",
         window=window,
-        tied=False,  # load() knows whether output.weight is there
+        tied=False,  # load() knows whether output.weight is there, and biases
+        qkv_bias=True if architecture == "qwen2" else None,
         eos=_gguf_end_tokens(metadata),
         bos=next(
             iter(token_ids(metadata.get("tokenizer.ggml.bos_token_id"), "bos_token_id")), None

@@ -116,6 +116,8 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
         raise TypeError(f"path must be a str or a Path, got {path!r}")
     if tokenizer not in (None, False) and not callable(getattr(tokenizer, "token_bytes", None)):
         raise TypeError(f"tokenizer must be a rksc.Tokenizer, None or False, got {tokenizer!r}")
+    if not os.fspath(path):
+        raise ValueError("path is empty")
     path = Path(path)
     if path.is_dir():
         weights, config, own = _load_folder(path)
@@ -144,9 +146,8 @@ def _load_folder(folder: Path) -> Parts:
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     stored = {k: v for k, v in read_folder(folder).items() if not _DERIVED.fullmatch(k)}
-    biases = config.architecture == "qwen2" or bool(described.get("attention_bias"))
     config = _check_head(stored, config, folder)
-    _check_weights(stored, config, folder, biases)
+    _check_weights(stored, config, folder)
 
     def tokenizer() -> Tokenizer:
         from .tokenizer import Tokenizer
@@ -166,9 +167,14 @@ def _load_gguf(path: Path) -> Parts:
     for name, tensor in file.tensors.items():
         if name != "rope_freqs.weight":
             stored[_hf_name(tensor)] = tensor
-    config = replace(config, tied=_HEAD not in stored)
-    biases = any(name.endswith("q_proj.bias") for name in stored)
-    _check_weights(stored, config, path, biases or config.architecture == "qwen2")
+    config = replace(
+        config,
+        tied=_HEAD not in stored,
+        qkv_bias=config.qkv_bias or any(name.endswith("q_proj.bias") for name in stored),
+        output_bias=config.architecture == "llama"
+        and any(name.endswith("o_proj.bias") for name in stored),
+    )
+    _check_weights(stored, config, path)
     metadata = file.metadata
 
     def tokenizer() -> Tokenizer:
@@ -231,8 +237,8 @@ def _check_head(stored: dict[str, Stored], config: ModelConfig, folder: Path) ->
     return replace(config, tied=False)
 
 
-def expected_shapes(config: ModelConfig, biases: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name of all tensors of a model, `biases` for q, k, v (and o)."""
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes by Hugging Face name of all tensors of a model."""
     width, ffn = config.width, config.ffn_width
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, width)}
@@ -249,27 +255,25 @@ def expected_shapes(config: ModelConfig, biases: bool) -> dict[str, tuple[int, .
             layer + "mlp.up_proj.weight": (ffn, width),
             layer + "mlp.down_proj.weight": (width, ffn),
         }
-        if biases:
+        if config.qkv_bias:
             shapes |= {
                 layer + "self_attn.q_proj.bias": (q,),
                 layer + "self_attn.k_proj.bias": (kv,),
                 layer + "self_attn.v_proj.bias": (kv,),
             }
-            if config.architecture == "llama":
-                shapes[layer + "self_attn.o_proj.bias"] = (width,)
+        if config.output_bias:
+            shapes[layer + "self_attn.o_proj.bias"] = (width,)
     shapes["model.norm.weight"] = (width,)
     if not config.tied:
         shapes[_HEAD] = (config.vocab_size, width)
     return shapes
 
 
-def _check_weights(
-    stored: Mapping[str, Stored], config: ModelConfig, path: Path, biases: bool
-) -> None:
+def _check_weights(stored: Mapping[str, Stored], config: ModelConfig, path: Path) -> None:
     """Every tensor that the configuration asks for is there with its shape; no other is."""
     if config.n_layers > len(stored):  # before a table of a crafted number of layers
         raise ValueError(f"{path}: {len(stored)} tensors cannot be {config.n_layers} layers")
-    shapes = expected_shapes(config, biases)
+    shapes = expected_shapes(config)
     for name, shape in shapes.items():
         if name not in stored:
             hint = " (and tie_word_embeddings is false)" if name == _HEAD else ""

@@ -18,13 +18,21 @@ def _check(condition: bool, field: str, value: object, expected: str) -> None:
         raise ValueError(f"{field} must be {expected}, got {value!r}")
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return _is_int(value) or isinstance(value, (float, np.floating))
+
+
 def _number(field: str, value: object, expected: str) -> None:
-    real = isinstance(value, (int, float, np.integer, np.floating))
-    _check(real and math.isfinite(value), field, value, expected)  # type: ignore[arg-type]
+    finite = _is_real(value) and math.isfinite(value)  # type: ignore[arg-type]
+    _check(finite, field, value, expected)
 
 
 def _unit(field: str, value: float) -> None:
-    _check(isinstance(value, (int, float)) and 0 <= value <= 1, field, value, "in [0, 1]")
+    _check(_is_real(value) and 0 <= value <= 1, field, value, "in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,12 @@ class Sampling:
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, "a finite number >= 0")
         _check(self.temperature >= 0, "temperature", self.temperature, "a finite number >= 0")
-        _check(
-            isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0,
-            "top_k", self.top_k, "an int >= 0",
-        )  # fmt: skip
+        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an int >= 0")
         _unit("top_p", self.top_p)
         _unit("min_p", self.min_p)
         _check(
             self.seed is None
-            or (isinstance(self.seed, (int, np.integer)) and 0 <= self.seed < 2**64),
+            or (_is_int(self.seed) and 0 <= self.seed < 2**64),
             "seed", self.seed, "None or an int in [0, 2**64)",
         )  # fmt: skip
 
@@ -97,7 +102,7 @@ class ASKS:
         _check(self.pool in ("mean", "last"), "pool", self.pool, '"mean" or "last"')
         _check(
             self.probe_layers is None
-            or (isinstance(self.probe_layers, int) and self.probe_layers >= 1),
+            or (_is_int(self.probe_layers) and self.probe_layers >= 1),
             "probe_layers", self.probe_layers, "None or an int >= 1",
         )  # fmt: skip
         _check(
@@ -169,11 +174,10 @@ class CGEE:
                 _unit(field, value)
         for field in ("verify_batch", "min_steps", "min_layer", "lens_every"):
             value = getattr(self, field)
-            _check(isinstance(value, int) and value >= 1, field, value, "an int >= 1")
+            _check(_is_int(value) and value >= 1, field, value, "an int >= 1")
         for field in ("theta", "epsilon"):
             value = getattr(self, field)
-            real = isinstance(value, (int, float, np.integer, np.floating))
-            _check(real and value >= 0, field, value, "a number >= 0")  # NaN fails
+            _check(_is_real(value) and value >= 0, field, value, "a number >= 0")  # NaN fails
         _check(self.lens in (None, "answer", "full"), "lens", self.lens, '"answer", "full" or None')
 
     @classmethod

@@ -67,6 +67,9 @@ class Request:
     text: TextStream | None
     waiting: deque[Token] = field(default_factory=deque)
     end: tuple[str, int, int] | None = None  # finish reason, stop_bytes, stop_index
+    n_new: int = 0
+    sum_top: float = 0.0  # of top_prob over new tokens
+    confidence: float | None = None
 
     def take(self, event: Event) -> None:
         _, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index, error = event
@@ -77,6 +80,12 @@ class Request:
                 piece += self.text.finish(stop_bytes)
         if finish is not None:
             self.end = (finish, stop_bytes, stop_index)
+        if token >= 0:
+            self.n_new += 1
+            self.sum_top += top_prob
+            self.confidence = self.sum_top / self.n_new
+        elif finish == "eos" and self.n_new == 0:
+            self.confidence = top_prob
         stop = self.plan.stopped_by(finish, stop_index)
         self.waiting.append(
             Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error, stop)

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from . import _core
 from ._core import Branch
-from .arguments import as_cgee, as_list, distinct, integer, parse_bytes, parse_dtype
+from .arguments import (
+    as_cgee,
+    as_list,
+    check_branch,
+    distinct,
+    flag,
+    integer,
+    parse_bytes,
+    parse_dtype,
+)
 from .config import ModelConfig
 from .guard import is_rewording, same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
@@ -37,6 +46,8 @@ class BranchSession(_core.Session):
 
     weights: {Hugging Face tensor name: any object with __dlpack__}; used in place where
     dtype and layout fit. config: ModelConfig, a config.json's dict or a Hugging Face config.
+    With config.tied (tie_word_embeddings) the embedding is the head too, unless weights hold an
+    lm_head.weight: then that is used, as transformers 5 does (docs/memory.md).
     dtype: of products' inputs and KV; None takes bfloat16 for bfloat16 weights, else float32.
     kv_bytes: the budget of all KV. tokenizer: allows text wherever the session takes tokens;
     `Branch.fork` and `Branch.extend` take ids (`encode` makes them). asks: sharing between
@@ -77,12 +88,12 @@ class BranchSession(_core.Session):
         hash_bits: int = 64,
         poison: bool = False,
     ) -> BranchSession:
-        cgee = as_cgee(cgee)
         if not isinstance(rsbcm, RSBCM):
             raise ValueError(f"rsbcm must be rksc.RSBCM, got {rsbcm!r}")
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
             raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
         config = ModelConfig.of(config)
+        cgee = as_cgee(cgee, config.n_layers)
         token_bytes = None if tokenizer is None else tokenizer.token_bytes(config.vocab_size)
         self = super().__new__(
             cls,
@@ -97,9 +108,9 @@ class BranchSession(_core.Session):
             activations=activations,
             step_tokens=step_tokens,
             token_bytes=token_bytes,
-            share=share,
+            share=flag("share", share),
             hash_bits=hash_bits,
-            poison=poison,
+            poison=flag("poison", poison),
         )
         self.tokenizer = tokenizer
         self._token_bytes = token_bytes
@@ -154,7 +165,7 @@ class BranchSession(_core.Session):
 
     @cgee.setter
     def cgee(self, cgee: CGEE | None) -> None:
-        self._cgee = as_cgee(cgee)
+        self._cgee = as_cgee(cgee, self.config.n_layers)
 
     # ---- text ------------------------------------------------------------------------------
 
@@ -169,7 +180,7 @@ class BranchSession(_core.Session):
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens; ValueError in a session without a tokenizer."""
-        return self._tokenizer_for("decode").decode(tokens)
+        return self._tokenizer_for("decode").decode(self._tokens(tokens, "tokens"))
 
     def _tokenizer_for(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -195,9 +206,12 @@ class BranchSession(_core.Session):
         leaves the KV to be computed when it is needed; `branch.n_computed` tells what was found.
         """
         own = self.encode(tokens, bos=None)
-        tail: Tokens = () if suffix is None else self.encode(suffix, field="suffix")
-        if similar_to is not None and self._asks is not None:
-            return self._prefill_similar_to(similar_to, own, tail, self._asks)
+        given: Tokens = () if suffix is None else self.encode(suffix, field="suffix")
+        tail = self._tokens(given, "suffix")
+        if similar_to is not None:
+            check_branch("similar_to", similar_to, self)
+            if self._asks is not None:
+                return self._prefill_similar_to(similar_to, own, tail, self._asks)
         branch = self._prefill(own, compute)
         if len(tail):
             branch.extend(tail)
@@ -256,9 +270,13 @@ class BranchSession(_core.Session):
             raise ValueError(f'pool must be "mean" or "last", got {pool!r}')
         if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
             raise ValueError(f"prompts must be a sequence of at least one, got {prompts!r}")
-        rows = [np.asarray(self.encode(p, bos=None, field="prompts")) for p in prompts]
-        if any(row.ndim != 1 or not len(row) for row in rows):
-            raise ValueError("prompts: each must be a non-empty sequence of tokens")
+        rows = [
+            self._tokens(self.encode(prompt, bos=None, field=f"prompts[{i}]"), f"prompts[{i}]")
+            for i, prompt in enumerate(prompts)
+        ]
+        for i, row in enumerate(rows):
+            if not len(row):
+                raise ValueError(f"prompts[{i}] has no tokens")
         total = np.zeros((self.config.n_layers, self.config.width))
         begin, end = _common(rows), _common([row[::-1] for row in rows])
         for row in rows:
@@ -425,7 +443,7 @@ class BranchSession(_core.Session):
             top_probs,
             logprobs,
             entropies,
-            request.branch.confidence,
+            request.confidence,
             *request.end,
         )
 
@@ -451,7 +469,7 @@ class BranchSession(_core.Session):
         """
         with self._stepping:
             own = {n: r for n, r in list(self._requests.items()) if not r.streamed}
-            return self._next_tokens(own) if own else []
+            return self._next_tokens(own)
 
     @property
     def n_requests(self) -> int:
@@ -460,10 +478,10 @@ class BranchSession(_core.Session):
 
     def cancel(self, request: int) -> None:
         """End a request now; its tokens so far stay. Unknown and finished ids are ignored."""
+        self._cancel(request)
         record = self._requests.pop(request, None)
         if record is not None:
             record.end = record.end or ("cancelled", 0, -1)
-            self._cancel(request)
 
     def _submit_all(
         self, branches: list[Branch], plan: Plan, *, streamed: bool
@@ -521,7 +539,11 @@ class BranchSession(_core.Session):
         """
         if isinstance(continuations, str):
             raise ValueError("continuations must be a sequence of texts or tokens, got one text")
-        tokens = [self.encode(c, field="continuations") for c in continuations]
+        if not isinstance(continuations, Iterable):
+            raise TypeError(f"continuations must be a sequence, got {continuations!r}")
+        tokens = [
+            self.encode(text, field=f"continuations[{i}]") for i, text in enumerate(continuations)
+        ]
         return [logprobs for logprobs, _ in self._score(branch, tokens)]
 
     def verify(
@@ -539,7 +561,7 @@ class BranchSession(_core.Session):
         always computed. yes, no: ids, or texts of exactly one token.
         """
         branches = as_list(branches)
-        cgee = self.cgee if cgee == "session" else as_cgee(cgee)
+        cgee = self.cgee if cgee == "session" else as_cgee(cgee, self.config.n_layers)
         rows = self._verify(
             branches,
             self.encode(prompt, field="prompt"),
@@ -571,10 +593,7 @@ class BranchSession(_core.Session):
         if not branches:
             raise ValueError("branches: nothing to select from")
         for i, branch in enumerate(branches):
-            if not isinstance(branch, Branch):
-                raise TypeError(f"branches[{i}] must be a rksc.Branch, not {type(branch).__name__}")
-            if branch.session is not self:
-                raise ValueError(f"branches[{i}] belongs to another session")
+            check_branch(f"branches[{i}]", branch, self)
         verified = [branch for branch in branches if branch.score is not None]
         # max keeps the first on a tie
         return max(verified or branches, key=lambda branch: mark(branch.score, branch.confidence))

@@ -197,7 +197,10 @@ def test_dense_weights_that_came_from_a_gguf() -> None:
 
 
 def test_attention_bias_is_llamas() -> None:
-    assert of(attention_bias=True).architecture == "llama"
+    assert of(attention_bias=True).qkv_bias
+    assert of(attention_bias=True).output_bias
+    for config in (of(), of(attention_bias=None), of(attention_bias=False)):
+        assert (config.qkv_bias, config.output_bias) == (False, False)
     with pytest.raises(ValueError, match="attention_bias"):
         of(model_type="mistral", architectures=None, attention_bias=True)
 
@@ -235,10 +238,13 @@ def gguf_of(config: dict[str, Any], **changes: Any) -> ModelConfig:
 
 def test_gguf_says_the_same() -> None:
     config = gguf_of(TINY)
-    expected = dataclasses.replace(ModelConfig.of(TINY), rope_interleaved=True)
+    expected = dataclasses.replace(
+        ModelConfig.of(TINY), rope_interleaved=True, qkv_bias=None, output_bias=None
+    )  # the tensors tell
     assert dataclasses.replace(config, norm_eps=expected.norm_eps) == expected
     qwen2 = TINY | {"model_type": "qwen2"}
     assert not gguf_of(qwen2).rope_interleaved
+    assert gguf_of(qwen2).qkv_bias
 
 
 def test_gguf_head_dim() -> None:

@@ -246,6 +246,11 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
         load(folder_of(tmp_path / "c", TINY, **{"model.layers.4.input_layernorm.weight": extra}))
 
 
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    with pytest.raises(ValueError, match="path is empty"):
+        load("")
+
+
 def test_a_crafted_number_of_layers_costs_nothing(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, TINY)
     (folder / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 2**31 - 1}))

@@ -171,7 +171,7 @@ def test_half_a_character_is_named(session: BranchSession) -> None:
         "stop": lambda: session.generate(root, 3, stop=half),
     }
     for field, call in calls.items():
-        with pytest.raises(ValueError, match=rf"^{field}: .*at 2 is half a character"):
+        with pytest.raises(ValueError, match=rf"^{field}(\[0\])?: .*at 2 is half a char"):
             call()
     assert session.stats().branches == 1
 
@@ -402,6 +402,37 @@ def test_generate_with_and_without_progress(session: BranchSession) -> None:
     same_generations(a, b)
     assert sum(counted) == sum(len(g.tokens) for g in a)
     assert session.n_requests == 0
+
+
+def test_a_branch_dropped_by_the_callback_is_cancelled(session: BranchSession) -> None:
+    """Its result is there, with what came of it until then; the others get theirs."""
+    root = session.prefill(T4.tokens(20))
+    expected = session.generate(root.fork(2), 5, stop_ids=())
+    kids = root.fork(2)
+    drops = [kids[0].drop]
+    dropped, other = session.generate(
+        kids, 5, stop_ids=(), progress=lambda n: drops.pop()() if drops else None
+    )
+    assert dropped.finish_reason == "cancelled"
+    assert dropped.tokens.tolist() == expected[0].tokens.tolist()[:1]
+    assert dropped.confidence == float(expected[0].top_probs[0])
+    same_generations([other], [expected[1]])
+    assert kids[1].n_tokens == 25
+    assert session.n_requests == 0
+
+
+def test_many_branches_take_time_in_proportion(make_session: Make) -> None:
+    """With a loop over all requests for each of them this would take minutes."""
+    session = make_session("T4", kv_bytes=1 << 20)
+    kids = session.prefill(T4.tokens(20)).fork(30000)
+    tokens = {g.tokens.tolist()[0] for g in session.generate(kids, 1, stop_ids=())}
+    assert len(tokens) == 1
+    requests = session.stream(kids, 1, stop_ids=())
+    assert {token.token for token in itertools.islice(requests, 5000)} != {-1}
+    del requests, kids
+    assert session.n_requests == 0
+    assert session.stats().branches == 0
+    session.check()
 
 
 def test_text_is_that_of_the_tokens(session: BranchSession, bare: BranchSession) -> None:
@@ -802,3 +833,89 @@ def test_stats_count_every_row_that_runs_again(session: BranchSession) -> None:
     assert again(lambda: session.score(branch, [[5, 6]])) == 1
     assert again(lambda: session.generate(branch, 1, stop_ids=())) == 1
     assert again(lambda: session.generate(branch, 4, stop_ids=())) == 0  # one was not computed
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda s, b: s.prefill([1], similar_to=5), TypeError, "similar_to must be a rksc.Branch"),
+        (lambda s, b: s.prefill([1], suffix=[1 << 20]), ValueError, "suffix: token 0 is 1048576"),
+        (lambda s, b: s.prefill(np.ma.array([1, 2], mask=[0, 1])), TypeError, "tokens is a masked"),
+        (lambda s, b: s.cancel("x"), TypeError, "request must be an int, got str"),
+        (lambda s, b: s.cancel([]), TypeError, "request must be an int, got list"),
+        (lambda s, b: s.cancel(None), TypeError, "request must be an int"),
+        (lambda s, b: s.score(b, None), TypeError, "continuations must be a sequence, got None"),
+        (lambda s, b: s.score(b, [[1], [1] * 5000]), ValueError, r"continuations\[1\]: 5020 tok"),
+        (lambda s, b: s.score(b, [[1], [-1]]), ValueError, r"continuations\[1\]: token 0 is -1"),
+        (lambda s, b: s.score(b, ["a", 5]), TypeError, r"continuations\[1\] must be a sequence"),
+        (lambda s, b: s.decode([1.5]), TypeError, "tokens: token 0 must be an int, got float"),
+        (lambda s, b: s.layer_means([[1], [-1]]), ValueError, r"prompts\[1\]: token 0 is -1"),
+        (lambda s, b: s.layer_means([[1], []]), ValueError, r"prompts\[1\] has no tokens"),
+        (lambda s, b: setattr(b, "score", "a"), TypeError, "score must be a number or None, got s"),
+        (lambda s, b: setattr(b, "confidence", "a"), TypeError, "confidence must be a number or"),
+        (lambda s, b: delattr(b, "score"), AttributeError, "score cannot be deleted"),
+        (lambda s, b: delattr(b, "stream"), AttributeError, "stream cannot be deleted"),
+        (lambda s, b: setattr(s, "cgee", CGEE(lens="full", min_layer=99)), ValueError,
+         r"cgee\.min_layer must be at most \d+, got 99"),
+        (lambda s, b: s.verify(b, [1], 1, 2, cgee=CGEE(lens="answer", min_layer=99)), ValueError,
+         r"cgee\.min_layer must be at most"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named_and_nothing_lost(
+    session: BranchSession, call: Any, error: type[Exception], said: str
+) -> None:
+    branch = session.prefill(T4.tokens(20))
+    with pytest.raises(error, match=said):
+        call(session, branch)
+    assert session.stats().branches == 1
+    assert session.n_requests == 0
+    assert branch.n_tokens == 20
+    session.check()
+
+
+def test_a_branch_of_another_session_is_similar_to_none(make_session: Make) -> None:
+    """Whether ASKS is on or not."""
+    other = make_session("T4").prefill([1, 2])
+    for asks in (None, ASKS.paper()):
+        session = make_session("T4", asks=asks)
+        with pytest.raises(ValueError, match="similar_to belongs to another session"):
+            session.prefill([1, 3], similar_to=other, suffix=[4])
+
+
+@pytest.mark.parametrize("field", ["seed", "top_k", "temperature", "top_p"])
+def test_true_is_no_number(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        Sampling(**{field: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["share", "poison"])
+def test_a_switch_is_true_or_false(make_session: Make, field: str) -> None:
+    with pytest.raises(TypeError, match=f"{field} must be True or False, got None"):
+        make_session("T4", **{field: None})
+
+
+def test_a_lens_off_may_begin_anywhere(session: BranchSession) -> None:
+    session.cgee = CGEE(min_layer=99)
+    assert session.verify(session.prefill([1, 2]), [3], 1, 2)
+
+
+def test_logits_that_are_nan_are_refused_everywhere() -> None:
+    """What generate, score and verify refuse is not handed out either."""
+    weights = dict(T4.weights)
+    norm = np.array(weights["model.norm.weight"])
+    norm[3] = np.nan
+    weights["model.norm.weight"] = norm
+    session = BranchSession(weights, T4.model_config, kv_bytes=1 << 20, dtype="float32")
+    branch = session.prefill([1, 2, 3])
+    assert np.isfinite(branch.hidden).all()  # before the final norm
+    for call in (
+        lambda: branch.logits,
+        lambda: session._logits_at(branch, 2, 3),
+        lambda: session.generate(branch, 1),
+    ):
+        with pytest.raises(ValueError, match="the logits of branch 1 at position 2 are NaN"):
+            call()
+    session.check()

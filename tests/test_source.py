@@ -80,6 +80,7 @@ INCLUDES: dict[str, tuple[str, ...]] = {
     "session.h": ("rksc.h", "backend.h", "tree.h", "policy/*.h"),
     "state.h": ("session.h", "forward.h", "place.h", "plan.h"),
     "session.c": ("state.h",),
+    "peek.c": ("state.h",),
     "step.c": ("state.h",),
     "stops.[ch]": ("session.h",),
     "scheduler.c": ("state.h", "stops.h"),

@@ -400,6 +400,8 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
     done = python("""
         import warnings
         warnings.simplefilter("ignore", DeprecationWarning)
+        from sessions import open_session
+        whole = open_session()
         background = threading.Thread(
             target=lambda: s._generate([b.fork()[0]], 1 << 30, *GREEDY), daemon=True)
         background.start()  # the child inherits a lock that somebody holds
@@ -410,6 +412,7 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
                     lambda: s._prefill([1]), lambda: s._stats(), lambda: s.check(),
                     lambda: s._generate([b], 3, *GREEDY), lambda: s.invalidate(),
                     lambda: s.dtype, lambda: setattr(b, "score", 1.0)]
+            uses += [whole.step, lambda: whole.cancel(1), lambda: whole.prefill([1])]
             for use in uses:
                 try:
                     use()

@@ -10,6 +10,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -324,9 +325,28 @@ def test_biases(weights: Weights) -> None:
         del qwen2[key]
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.bias"):
         session(qwen2, QWEN2)  # a Qwen2 without them would compute something else
-    weights["model.layers.1.self_attn.o_proj.bias"] = np.zeros(64, np.float32)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.o_proj\.bias"):
-        session(weights)
+
+
+def test_biases_are_as_attention_bias_says(weights: Weights) -> None:
+    """Absent is false; a ModelConfig may leave it to the weights."""
+    biased = {**CONFIG, "attention_bias": True}
+    with pytest.raises(ValueError, match=r"weights lack .*layers\.0\.self_attn\.q_proj\.bias"):
+        session(weights, biased)
+    as_held: Any = replace(ModelConfig.of(CONFIG), qkv_bias=None, output_bias=None)
+    names = [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in (1, 0)]
+    weights[names[0]] = np.zeros(CONFIG["hidden_size"], np.float32)
+    for config in (CONFIG, as_held):  # the second: of some layers alone
+        with pytest.raises(ValueError, match=rf"hold {re.escape(names[0])}.*attention_bias"):
+            session(weights, config)
+    weights[names[1]] = weights[names[0]]
+    assert session(weights, as_held).config is as_held
+    with pytest.raises(ValueError, match=rf"hold {re.escape(names[1])}.*attention_bias"):
+        session(weights, CONFIG)
+
+
+def test_more_layers_than_tensors_cost_nothing(weights: Weights) -> None:
+    with pytest.raises(ValueError, match=r"num_hidden_layers .* is 1000000000, and weights hold"):
+        session(weights, {**CONFIG, "num_hidden_layers": 10**9})
 
 
 @pytest.mark.parametrize("mapping", [None, 5, [("a", 1)], "weights", object()])

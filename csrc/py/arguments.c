@@ -1,4 +1,5 @@
-/* What rksc._core.Session is called with, read and checked. */
+/* What rksc._core.Session is made with, and the branches that its methods are
+ * called with, read and checked. */
 #include "py.h"
 
 #include <string.h>
@@ -200,4 +201,55 @@ int rk_session_arguments_read(rk_session_arguments *out, PyObject *args,
     out->config = a.config;
     out->token_bytes = a.token_bytes;
     return 0;
+}
+
+/* ---- branches ------------------------------------------------------------ */
+
+branch_object *rk_branch_read(session_object *session, PyObject *object,
+                              const char *what)
+{
+    branch_object *branch = (branch_object *)object;
+
+    if ((PyObject *)Py_TYPE(object) != session->state->branch_type) {
+        PyErr_Format(PyExc_TypeError, "%s must be a rksc.Branch, not %.200s",
+                     what, Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    if (branch->session != session) {
+        PyErr_Format(PyExc_ValueError, "%s belongs to another session", what);
+        return NULL;
+    }
+    return branch;
+}
+
+PyObject *rk_branches_read(session_object *session, PyObject *sequence)
+{
+    PyObject *branches;
+
+    if (!PySequence_Check(sequence)) {
+        PyErr_Format(PyExc_TypeError,
+                     "branches must be a sequence of rksc.Branch, not %.200s",
+                     Py_TYPE(sequence)->tp_name);
+        return NULL;
+    }
+    branches = PySequence_Tuple(sequence);
+    if (branches == NULL) {
+        return NULL;
+    }
+    if (PyTuple_GET_SIZE(branches) > INT32_MAX / 2) {
+        PyErr_SetString(PyExc_ValueError, "branches: too many");
+        Py_DECREF(branches);
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(branches); i++) {
+        char what[32];
+
+        PyOS_snprintf(what, sizeof what, "branches[%zd]", i);
+        if (rk_branch_read(session, PyTuple_GET_ITEM(branches, i), what) ==
+            NULL) {
+            Py_DECREF(branches);
+            return NULL;
+        }
+    }
+    return branches;
 }

@@ -393,3 +393,44 @@ rk_strided rk_borrowed_strided(const rk_borrowed *lent)
         .col_stride = lent->strides[last],
     };
 }
+
+PyObject *rk_borrow_names(PyObject *mapping)
+{
+    PyObject *keys = NULL, *names = PyDict_New();
+
+    if (names == NULL) {
+        return NULL;
+    }
+    if (PyMapping_Check(mapping)) {
+        keys = PyMapping_Keys(mapping);
+    }
+    if (keys == NULL) {
+        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError,
+                         "weights must be a mapping from names to tensors, not "
+                         "%s (of a torch module take its state_dict())",
+                         Py_TYPE(mapping)->tp_name);
+        }
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys); i++) {
+        PyObject *key = PyList_GET_ITEM(keys, i);
+
+        if (!PyUnicode_Check(key)) {
+            PyErr_Format(PyExc_TypeError, "weights: a name is %s, not str",
+                         Py_TYPE(key)->tp_name);
+            goto fail;
+        }
+        if (PyDict_SetItem(names, key, key) < 0) {
+            goto fail;
+        }
+    }
+    Py_DECREF(keys);
+    return names;
+
+fail:
+    Py_XDECREF(keys);
+    Py_DECREF(names);
+    return NULL;
+}

@@ -44,4 +44,8 @@ void rk_borrowed_release(rk_borrowed *lent);
 /* The view of a matrix (2 dims) or a vector (1 dim: one row). */
 rk_strided rk_borrowed_strided(const rk_borrowed *lent);
 
+/* The names of a mapping from names to tensors, as a dict {name: name} in its
+ * order; NULL with an exception. */
+PyObject *rk_borrow_names(PyObject *mapping);
+
 #endif

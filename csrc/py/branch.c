@@ -81,56 +81,7 @@ static void branch_dealloc(branch_object *self)
     Py_DECREF(type);
 }
 
-/* ---- arguments ----------------------------------------------------------- */
-
-branch_object *rk_branch_read(session_object *session, PyObject *object,
-                              const char *what)
-{
-    branch_object *branch = (branch_object *)object;
-
-    if ((PyObject *)Py_TYPE(object) != session->state->branch_type) {
-        PyErr_Format(PyExc_TypeError, "%s must be a rksc.Branch, not %.200s",
-                     what, Py_TYPE(object)->tp_name);
-        return NULL;
-    }
-    if (branch->session != session) {
-        PyErr_Format(PyExc_ValueError, "%s belongs to another session", what);
-        return NULL;
-    }
-    return branch;
-}
-
-PyObject *rk_branches_read(session_object *session, PyObject *sequence)
-{
-    PyObject *branches;
-
-    if (!PySequence_Check(sequence)) {
-        PyErr_Format(PyExc_TypeError,
-                     "branches must be a sequence of rksc.Branch, not %.200s",
-                     Py_TYPE(sequence)->tp_name);
-        return NULL;
-    }
-    branches = PySequence_Tuple(sequence);
-    if (branches == NULL) {
-        return NULL;
-    }
-    if (PyTuple_GET_SIZE(branches) > INT32_MAX / 2) {
-        PyErr_SetString(PyExc_ValueError, "branches: too many");
-        Py_DECREF(branches);
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(branches); i++) {
-        char what[32];
-
-        PyOS_snprintf(what, sizeof what, "branches[%zd]", i);
-        if (rk_branch_read(session, PyTuple_GET_ITEM(branches, i), what) ==
-            NULL) {
-            Py_DECREF(branches);
-            return NULL;
-        }
-    }
-    return branches;
-}
+/* ---- places in the engine ------------------------------------------------ */
 
 static void raise_dropped(const branch_object *self)
 {
@@ -357,12 +308,12 @@ static PyObject *branch_get(branch_object *self, void *closure)
     Py_UNREACHABLE();
 }
 
-static int refuse_delete(PyObject *value)
+static int refuse_delete(PyObject *value, const char *what)
 {
     if (value != NULL) {
         return 0;
     }
-    PyErr_SetString(PyExc_AttributeError, "cannot delete it");
+    PyErr_Format(PyExc_AttributeError, "%s cannot be deleted", what);
     return -1;
 }
 
@@ -370,21 +321,27 @@ static int branch_set_number(branch_object *self, PyObject *value,
                              void *closure)
 {
     bool is_score = (field)(intptr_t)closure == SCORE;
+    const char *what = is_score ? "score" : "confidence";
     rk_branch *branch;
     double number = NAN;
 
-    if (refuse_delete(value) < 0) {
+    if (refuse_delete(value, what) < 0) {
         return -1;
     }
     if (value != Py_None) {
         number = PyFloat_AsDouble(value);
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError,
+                         "%s must be a number or None, got %.200s", what,
+                         Py_TYPE(value)->tp_name);
+        }
         if (PyErr_Occurred()) {
             return -1;
         }
         if (!isfinite(number) || (!is_score && (number < 0 || number > 1))) {
             PyErr_Format(PyExc_ValueError, "%s must be %s or None, got %R",
-                         is_score ? "score" : "confidence",
-                         is_score ? "a finite number" : "in [0, 1]", value);
+                         what, is_score ? "a finite number" : "in [0, 1]",
+                         value);
             return -1;
         }
     }
@@ -403,7 +360,7 @@ static int branch_set_stream(branch_object *self, PyObject *value,
     rk_branch *branch;
     uint64_t stream;
 
-    if (refuse_delete(value) < 0 ||
+    if (refuse_delete(value, "stream") < 0 ||
         rk_uint64_read(&stream, value, "stream") < 0) {
         return -1;
     }
@@ -427,7 +384,7 @@ static int branch_set_verdict(branch_object *self, PyObject *value,
 {
     PyObject *kept = value, *fields, *all, *old, *old_fields;
 
-    if (refuse_delete(value) < 0) {
+    if (refuse_delete(value, "verdict") < 0) {
         return -1;
     }
     all = PyObject_GetAttrString(value, "__dict__");

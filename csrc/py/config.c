@@ -24,6 +24,23 @@ int rk_config_flag(PyObject *config, const char *field)
     return truth;
 }
 
+int rk_config_choice(rk_choice *out, PyObject *config, const char *field)
+{
+    PyObject *value = PyObject_GetAttrString(config, field);
+    int truth = 0;
+
+    if (value == NULL) {
+        return -1;
+    }
+    if (value != Py_None) {
+        truth = PyObject_IsTrue(value);
+    }
+    *out = value == Py_None ? RK_CHOICE_OPEN
+                            : (truth ? RK_CHOICE_YES : RK_CHOICE_NO);
+    Py_DECREF(value);
+    return truth < 0 ? -1 : 0;
+}
+
 /* *frequencies becomes the owner of the array. */
 static int read_frequencies(rk_config *c, double **frequencies,
                             PyObject *config)

@@ -289,6 +289,14 @@ int rk_tokens_read(rk_tokens *out, PyObject *object, int32_t vocab_size,
                    const char *what)
 {
     *out = (rk_tokens){0};
+    if (PyArray_Check(object) && !PyArray_CheckExact(object) &&
+        PyObject_HasAttrString(object, "mask")) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s is a masked array, and a masked token is none: take "
+                     "its .compressed() or .filled(id)",
+                     what);
+        return -1;
+    }
     if (PyArray_Check(object)) {
         return read_array(out, (PyArrayObject *)object, vocab_size, what);
     }

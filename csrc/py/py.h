@@ -131,7 +131,8 @@ bool rk_session_interrupted(void *context);
  * orphan: the Python object is going. Never waits; GIL held or not. */
 void rk_handle_drop(session_object *session, rk_handle *handle, bool orphan);
 
-/* ---- branches (branch.c) ----------------------------------------------------
+/* ---- branches (branch.c, arguments.c)
+ * ----------------------------------------------------
  */
 
 /* A Branch without a place in the engine yet; NULL with an exception. */
@@ -165,6 +166,13 @@ PyObject *rk_device_array_new(const rk_state *state, rk_lent *lent,
 int rk_config_read(rk_config *config, double **frequencies, PyObject *object);
 /* A truth value, or -1 with an exception. */
 int rk_config_flag(PyObject *object, const char *field);
+/* The same for a field that may be None; 0, or -1 with an exception. */
+typedef enum rk_choice {
+    RK_CHOICE_NO,
+    RK_CHOICE_YES,
+    RK_CHOICE_OPEN
+} rk_choice;
+int rk_config_choice(rk_choice *out, PyObject *object, const char *field);
 
 /* ---- generation (generate.c, collect.c) ---------------------------------- */
 

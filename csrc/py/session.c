@@ -202,6 +202,28 @@ static void session_dealloc(session_object *self)
 
 /* ---- branches ------------------------------------------------------------ */
 
+static PyObject *session_tokens(session_object *self, PyObject *args,
+                                PyObject *kwargs)
+{
+    static char *keywords[] = {"tokens", "what", NULL};
+    PyObject *object, *array;
+    const char *what;
+    rk_tokens tokens;
+    int32_t *ids;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os:_tokens", keywords,
+                                     &object, &what) ||
+        rk_tokens_read(&tokens, object, self->vocab_size, what) < 0) {
+        return NULL;
+    }
+    array = rk_array_int32(tokens.n, &ids);
+    if (array != NULL && tokens.n > 0) {
+        memcpy(ids, tokens.ids, (size_t)tokens.n * sizeof *ids);
+    }
+    rk_tokens_free(&tokens);
+    return array;
+}
+
 static PyObject *session_prefill(session_object *self, PyObject *args,
                                  PyObject *kwargs)
 {
@@ -465,6 +487,9 @@ static PyMemberDef MEMBERS[] = {
     "stop_strings, stop_top, stop_lead, min_steps"
 
 static PyMethodDef METHODS[] = {
+    {"_tokens", KEYWORDS(session_tokens), WITH_KEYWORDS,
+     "_tokens($self, /, tokens, what)\n--\n\n"
+     "Ids of the vocabulary, int32 (n,); errors call them `what`."},
     {"_prefill", KEYWORDS(session_prefill), WITH_KEYWORDS,
      "_prefill($self, /, tokens, compute=True)\n--\n\n"
      "A branch with these tokens, computed now or when needed."},

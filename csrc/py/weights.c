@@ -308,122 +308,80 @@ done:
     return failed;
 }
 
-/* A bias is there for all layers or for none, and q, k, v go together. */
-static int check_biases(const rk_weights *w, bool required)
+/* One bias, in all layers or in none. */
+static int check_bias(const rk_weights *w, int which, bool wanted)
+{
+    for (int32_t l = 0; l < w->model.config.n_layers; l++) {
+        const entry *e = layer_entry(w, l, which);
+        size_t i = (size_t)(e - w->entries);
+        PyObject *name;
+
+        if (e->present == wanted) {
+            continue;
+        }
+        name = entry_name(w, i);
+        if (name != NULL && wanted) {
+            missing(w, i, name);
+        } else if (name != NULL) {
+            PyErr_Format(PyExc_ValueError,
+                         "weights hold %U, which has no place in this model "
+                         "(attention_bias)",
+                         name);
+        }
+        Py_XDECREF(name);
+        return -1;
+    }
+    return 0;
+}
+
+/* What the configuration leaves open is as in the first layer; q, k and v go
+ * together. */
+static int check_biases(const rk_weights *w, PyObject *config)
 {
     static const int biases[] = {QUERY_BIAS, KEY_BIAS, VALUE_BIAS, OUTPUT_BIAS};
 
     for (int b = 0; b < 4; b++) {
-        int like = biases[b] == OUTPUT_BIAS ? OUTPUT_BIAS : QUERY_BIAS;
-        bool wanted = layer_entry(w, 0, like)->present ||
-                      (required && like == QUERY_BIAS);
+        bool output = biases[b] == OUTPUT_BIAS, wanted;
+        rk_choice choice;
 
-        for (int32_t l = 0; l < w->model.config.n_layers; l++) {
-            const entry *e = layer_entry(w, l, biases[b]);
-
-            if (e->present != wanted) {
-                size_t i =
-                    (size_t)((wanted ? e : layer_entry(w, 0, biases[b])) -
-                             w->entries);
-                PyObject *name = entry_name(w, i);
-                int failed = name != NULL ? missing(w, i, name) : -1;
-
-                Py_XDECREF(name);
-                return failed;
-            }
+        if (rk_config_choice(&choice, config,
+                             output ? "output_bias" : "qkv_bias") < 0) {
+            return -1;
+        }
+        wanted = choice == RK_CHOICE_YES;
+        if (choice == RK_CHOICE_OPEN) {
+            wanted =
+                layer_entry(w, 0, output ? OUTPUT_BIAS : QUERY_BIAS)->present;
+        }
+        if (check_bias(w, biases[b], wanted) < 0) {
+            return -1;
         }
     }
     return 0;
 }
 
-/* Names as a dict {name: name}, in the order of the mapping. */
-static PyObject *read_names(PyObject *mapping)
-{
-    PyObject *keys = NULL, *names = PyDict_New();
-
-    if (names == NULL) {
-        return NULL;
-    }
-    if (PyMapping_Check(mapping)) {
-        keys = PyMapping_Keys(mapping);
-    }
-    if (keys == NULL) {
-        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_TypeError,
-                         "weights must be a mapping from names to tensors, not "
-                         "%s (of a torch module take its state_dict())",
-                         Py_TYPE(mapping)->tp_name);
-        }
-        goto fail;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(keys); i++) {
-        PyObject *key = PyList_GET_ITEM(keys, i);
-
-        if (!PyUnicode_Check(key)) {
-            PyErr_Format(PyExc_TypeError, "weights: a name is %s, not str",
-                         Py_TYPE(key)->tp_name);
-            goto fail;
-        }
-        if (PyDict_SetItem(names, key, key) < 0) {
-            goto fail;
-        }
-    }
-    Py_DECREF(keys);
-    return names;
-
-fail:
-    Py_XDECREF(keys);
-    Py_DECREF(names);
-    return NULL;
-}
-
-/* Does this architecture always have biases on q, k and v? */
-static int needs_biases(PyObject *config)
-{
-    PyObject *value = PyObject_GetAttrString(config, "architecture");
-    int needs = -1;
-
-    if (value != NULL && PyUnicode_Check(value)) {
-        needs = PyUnicode_CompareWithASCIIString(value, "qwen2") == 0;
-    } else if (value != NULL) {
-        PyErr_Format(PyExc_TypeError,
-                     "config.architecture must be a str, not %s",
-                     Py_TYPE(value)->tp_name);
-    }
-    Py_XDECREF(value);
-    return needs;
-}
-
-static int borrow_all(rk_weights *w, PyObject *mapping, PyObject *config,
-                      PyObject *tensor_type)
+/* `names` are those of the mapping. */
+static int borrow_all(rk_weights *w, PyObject *mapping, PyObject *names,
+                      PyObject *config, PyObject *tensor_type)
 {
     int tied = rk_config_flag(config, "tied");
-    int biases = tied < 0 ? -1 : needs_biases(config);
-    PyObject *names, *name;
-    int failed = 0;
 
-    if (biases < 0) {
+    if (tied < 0) {
         return -1;
     }
-    names = read_names(mapping);
-    if (names == NULL) {
-        return -1;
+    for (size_t i = 0; i < w->n_entries; i++) {
+        if (borrow(w, i, mapping, names, tensor_type) < 0) {
+            return -1;
+        }
     }
-    for (size_t i = 0; i < w->n_entries && !failed; i++) {
-        failed = borrow(w, i, mapping, names, tensor_type);
-    }
-    if (!failed && !tied && !w->entries[HEAD].present) {
-        name = entry_name(w, HEAD);
-        failed = name != NULL ? missing(w, HEAD, name) : -1;
+    if (!tied && !w->entries[HEAD].present) {
+        PyObject *name = entry_name(w, HEAD);
+        int failed = name != NULL ? missing(w, HEAD, name) : -1;
+
         Py_XDECREF(name);
+        return failed;
     }
-    if (!failed) {
-        failed =
-            refuse_leftovers(names) < 0 || check_biases(w, biases) < 0 ? -1 : 0;
-    }
-    Py_DECREF(names);
-    return failed;
+    return refuse_leftovers(names) < 0 ? -1 : check_biases(w, config);
 }
 
 /* ---- conversion ---------------------------------------------------------- */
@@ -615,6 +573,7 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
                     int n_threads, PyObject *tensor_type)
 {
     rk_weights *w = PyMem_RawCalloc(1, sizeof *w);
+    PyObject *names = NULL;
     size_t n_layers;
 
     *out = NULL;
@@ -627,7 +586,19 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
     if (rk_config_read(&w->model.config, &w->inv_freq, config) < 0) {
         goto fail;
     }
+    names = rk_borrow_names(mapping);
+    if (names == NULL) {
+        goto fail;
+    }
     n_layers = (size_t)w->model.config.n_layers;
+    if (n_layers >
+        (size_t)PyDict_GET_SIZE(names)) { /* before a table of them */
+        PyErr_Format(PyExc_ValueError,
+                     "config: num_hidden_layers (n_layers) is %zu, and weights "
+                     "hold %zd tensors in all",
+                     n_layers, PyDict_GET_SIZE(names));
+        goto fail;
+    }
     w->layers = PyMem_RawCalloc(n_layers, sizeof *w->layers);
     w->entries =
         PyMem_RawCalloc(N_GLOBAL + n_layers * N_LAYER, sizeof *w->entries);
@@ -636,9 +607,10 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
         goto fail;
     }
     w->n_entries = N_GLOBAL + n_layers * N_LAYER;
-    if (borrow_all(w, mapping, config, tensor_type) < 0) {
+    if (borrow_all(w, mapping, names, config, tensor_type) < 0) {
         goto fail;
     }
+    Py_CLEAR(names);
     if (compute < 0) {
         compute = w->entries[EMBEDDING].lent.type == RK_BF16 ? RK_BF16 : RK_F32;
     }
@@ -651,6 +623,7 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
     return 0;
 
 fail:
+    Py_XDECREF(names);
     rk_weights_free(w);
     return -1;
 }
