@@ -554,7 +554,7 @@ rk_status rk_session_step(rk_session *s, const rk_token **events,
         if (status != RK_ECAPACITY || !preempt(scheduler)) {
             break;
         }
-        status = RK_OK;
+        status = rk_step_signal(s, err);
     }
     if (status == RK_OK) {
         stop_early(s);

@@ -86,7 +86,7 @@ rk_status rk_step_reopen(rk_session *s, const rk_item *items, int32_t n_items,
 /* Run layers [from, to) over the open step; RK_EINTERRUPTED in between. */
 rk_status rk_step_layers(rk_session *s, int32_t from, int32_t to, float *x,
                          rk_error *err);
-/* After every layer: has a signal come? */
+/* After every layer, and after evictions: has a signal come? */
 rk_status rk_step_signal(const rk_session *s, rk_error *err);
 /* Keep only items[keep[i]], i < n, of the open step and their rows of f->x;
  * the others are closed without their KV. keep rises. */

@@ -178,7 +178,11 @@ static rk_status open_items(rk_session *s, const rk_item *items,
     for (int32_t i = 0; i < n_items && status == RK_OK; i++) {
         if (items[i].write && step->leaders[i] == i) {
             int32_t writers = count_group(step->leaders, n_items, i);
+            int64_t evictions = s->tree.evictions;
             status = give_blocks(s, &items[i], writers, err);
+            if (status == RK_OK && s->tree.evictions > evictions) {
+                status = rk_step_signal(s, err); /* many take a while */
+            }
         }
         step->items[i] = items[i];
         step->n_items = i + 1;

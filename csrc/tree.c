@@ -393,17 +393,16 @@ static int32_t tail_block(const rk_branch *branch)
 static int32_t tails_collect(rk_tree *tree)
 {
     int32_t n = 0;
-    for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
+    for (rk_branch *b = tree->first; b != NULL; b = b->next) {
         if (!evictable(b)) {
             continue;
         }
         int32_t *place = &tree->tail_of[tail_block(b)];
         double omega = rk_rsbcm_omega(b->score, b->confidence, b->depth);
         if (*place == 0) {
-            tree->tails[n++] = (rk_tail){
-                tail_block(b),
-                1,
-                {.omega = omega, .last_use = b->last_use, .id = b->id}};
+            rk_candidate rank = {
+                .omega = omega, .last_use = b->last_use, .id = b->id};
+            tree->tails[n++] = (rk_tail){tail_block(b), 1, b, rank};
             *place = n;
             continue;
         }
@@ -432,9 +431,12 @@ static bool evict_one(rk_tree *tree)
         }
         tree->tail_of[tail->block] = 0;
     }
-    for (rk_branch *b = tree->first; best != NULL && b != NULL; b = b->next) {
+    rk_branch *b = best != NULL ? best->first : NULL;
+    for (int32_t left = best != NULL ? best->n_branches : 0; left > 0;
+         b = b->next) {
         if (evictable(b) && tail_block(b) == best->block) {
             rk_tree_release(tree, b, (b->n_blocks - 1) * tree->block_tokens);
+            left--;
         }
     }
     tree->evictions += best != NULL;

@@ -51,6 +51,7 @@ typedef struct rk_branch {
 /* Eviction's scratch: the last block of some unpinned branches. */
 typedef struct rk_tail {
     int32_t block, n_branches;
+    rk_branch *first;  /* of them, in the order of the tree */
     rk_candidate rank; /* as its best branch's */
 } rk_tail;
 
