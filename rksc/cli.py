@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
     s.add_argument("model", help="a Hugging Face folder or a .gguf file")
     s.add_argument("--problem", type=_problem, required=True, metavar="TEXT|FILE",
-                   help="the text itself, or a file that holds it")  # fmt: skip
+                   help="the text itself, or a file that holds it (a path that is not there "
+                        "is an error)")  # fmt: skip
     s.add_argument("--branches", type=_count, default=8, help="how many answers (default 8)")
     s.add_argument("--approach", action="append", metavar="TEXT",
                    help="what an answer begins with; once for each branch")  # fmt: skip

@@ -513,7 +513,6 @@ def test_no_exit_has_the_bits_of_no_lens(lens: Any, isa: str, make_session: Fact
         {"theta": 0.0},
         {"theta": 1e-12},
         {"theta": 1e9, "epsilon": 1e9, "min_layer": 4},
-        {"theta": 1e9, "epsilon": 1e9, "min_layer": 9},
     ):
         session = make_session(KEEN, isa=isa)
         cgee = CGEE(**{"kappa": 0.0, "lens": lens, **settings})
