@@ -1,9 +1,11 @@
 """Several engines take turns at the same workload, each in a process of its own.
 
 All are started first, one after the other; then in every round each runs the workload once, on
-the same token ids (another prefix each round), while the others sleep. The CPU time of those that
-should sleep is measured too. Peak memory is what Linux calls VmHWM, the sum over an engine's
-processes, mapped weights included. Nothing here knows what the engines are: see branching.py.
+the same token ids (another prefix each round), while the others sleep. Every round begins with
+another one: who comes first meets the caches that the measurement of the machine left. The CPU
+time of those that should sleep is measured too. Peak memory is what Linux calls VmHWM, the sum
+over an engine's processes, mapped weights included. Nothing here knows what the engines are: see
+branching.py.
 """
 
 from __future__ import annotations
@@ -81,9 +83,13 @@ def run(
             small = Shape(min(256, shape.prefix), shape.branches, shape.suffix, 2, shape.verify)
             process.run(work(small, -1, vocab_size))  # what an engine does once
         for number in range(first, first + repeat):
-            rounds.append(_round(started, work(shape, number, vocab_size), n_threads))
-            for name, done in rounds[-1]["runs"].items():
-                say(f"round {number + 1}: {name} {sum(done['seconds'].values()):.3f} s")
+            turn = number % len(started)
+            order = started[turn:] + started[:turn]
+            done = _round(order, work(shape, number, vocab_size), n_threads)
+            done["runs"] = {process.name: done["runs"][process.name] for process in started}
+            rounds.append(done)
+            for name, run in done["runs"].items():
+                say(f"round {number + 1}: {name} {sum(run['seconds'].values()):.3f} s")
     except (KeyboardInterrupt, SystemExit):
         if not rounds:
             raise
