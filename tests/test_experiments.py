@@ -9,6 +9,7 @@ import argparse
 import ctypes as c
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,12 @@ from letters import Letters
 from models import KEEN, SHARP, Small
 
 from rksc import ASKS, CGEE, Model, Tensor, calibrate, calibrate_cgee, is_rewording
-from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report, stats
+from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report, runner, stats
 from rksc.experiments import command as command_module
 from rksc.experiments import tasks as task_module
+from rksc.experiments.cgee import _baselines
+from rksc.experiments.eviction import _findings as eviction_findings
+from rksc.experiments.eviction import _paired
 from rksc.experiments.fitting import (
     Effect,
     Gate,
@@ -33,9 +37,11 @@ from rksc.experiments.fitting import (
     fit,
     fit_cgee,
     lens_costs,
+    see,
 )
 from rksc.experiments.measure import LENSES, answers, centres, difference, wordings
 from rksc.experiments.replay import Lenses, judge, majority, select, sigma
+from rksc.experiments.rewording import Wording, _acceptance
 from rksc.experiments.runner import Bench, Log, time_of
 from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
 from rksc.prompts import Wordings
@@ -123,6 +129,22 @@ def test_a_rate_says_its_interval() -> None:
     assert stats.rate([True, False, True]) == stats.Rate(2, 3)
 
 
+def test_what_is_said_twice_is_no_more_certain() -> None:
+    flags = [True, False, True, True, False, False, True]
+    once = stats.rate(flags)
+    alone = stats.rate(flags, groups=range(7))
+    assert (alone.low, alone.high) == pytest.approx((once.low, once.high))
+    three = stats.rate(flags * 3, groups=list(range(7)) * 3)
+    assert (three.k, three.n) == (12, 21)
+    assert (three.low, three.high) == pytest.approx((once.low, once.high))
+    # within a group as different as between groups: nothing is lost
+    even = stats.rate([True, False] * 5, groups=[i // 2 for i in range(10)])
+    assert (even.low, even.high) == stats.wilson(5, 10)
+    assert stats.rate([False] * 12, ["a", "b", "c"] * 4).high == stats.wilson(0, 3)[1]
+    assert stats.rate([True] * 12, ["a", "b", "c"] * 4).low == stats.wilson(3, 3)[0]
+    assert stats.rate([], []) == stats.Rate(0, 0)
+
+
 # ---- tables ------------------------------------------------------------------------------------
 
 
@@ -178,6 +200,11 @@ CHOICE = Problem("m", "Which?", "B", ("x", "y", "z"))
     [
         ("The answer is B.", "B"),
         ("A or C? Answer: **b**", "B"),
+        ("C is wrong. Answer:\n(a).", "A"),
+        ("ANSWER IS C", "C"),
+        ("The answer is a gas.", ""),  # an article, no choice
+        ("It is B: the answer is a gas.", "B"),
+        ("Answer: a gas", ""),
         ("I take A", "A"),
         ("Answer: D", ""),  # there is no D; "D" is no choice
         ("none of it", ""),
@@ -216,7 +243,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ])  # fmt: skip
     rows = [
         {"gsm8k_id": f"q{i}", "question": f"{i} more th abc {'ab' * i} the",
-         "reworded": f"e the {'th' * i} abc fewer {i}"} for i in range(8)
+         "reworded": f"e the {'th' * i} abc fewer {i}", "answer": str(i) if i < 7 else None}
+        for i in range(8)
     ]  # fmt: skip
     write(folder, "rewordings", rows)
     kinds = ["numerical substitution", "critical thinking", "reversing operation",
@@ -239,6 +267,31 @@ def test_pairs_of_a_question(data: Path) -> None:
         assert other.own != other.root and all(p.group == group for p in pairs)
         assert [p.same for p in pairs if p.kind == task_module.REWORDING] == [True]
     assert list(wording_pairs(data, 3)) == list(by_group)[:3]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, None])
+def test_no_half_sees_a_question_of_the_other(data: Path, n: int | None) -> None:
+    by_group = wording_pairs(data, n, seed=3)
+    first, second = stats.halves(list(by_group), 3)
+    roots = {half: {by_group[g][0].root for g in half} for half in map(frozenset, (first, second))}
+    (a, others), (b, more) = (
+        (texts, {p.own for g in half for p in by_group[g] if p.kind == task_module.UNRELATED})
+        for half, texts in roots.items()
+    )
+    assert not others & b and not more & a and not others & more
+    assert len(others) == len(first) and len(more) == len(second)
+
+
+def test_a_half_of_one_question_may_have_no_unrelated_one(tmp_path: Path) -> None:
+    rows = [{"gsm8k_id": f"q{i}", "question": f"How many, {i}?", "reworded": "x"} for i in range(2)]
+    write(tmp_path, "rewordings", rows)
+    kinds = {pair.kind for of in wording_pairs(tmp_path).values() for pair in of}
+    assert kinds == {task_module.REWORDING}
+
+
+def test_answers_of_reworded_questions(data: Path, tmp_path: Path) -> None:
+    assert task_module.wording_answers(data) == {f"q{i}": str(i) for i in range(7)}  # not of q7
+    assert len(task_module.wording_answers(find_data())) == 300
 
 
 def test_data_say_what_is_wrong(tmp_path: Path) -> None:
@@ -308,11 +361,59 @@ def test_measurements_are_made_once(tmp_path: Path, small: Model) -> None:
     again = lab_of(small, out=tmp_path).measure(square, [*items, {"x": 5}])
     assert again == [*first, {"square": 25, "float": 5 / 3}] and CALLS == [3, 1, 2, 5]
     assert all(0 <= seconds < 60 for seconds in time_of(tmp_path))
-    lab_of(as_model(SHARP), out=tmp_path, n_workers=1).measure(square, items[:1])
-    assert CALLS[4:] == []  # models in memory are told apart by their configuration alone
-    float64 = replace(lab_of(small, out=tmp_path), engine={"dtype": "bfloat16"})
-    float64.measure(square, items[:1])
-    assert CALLS[4:] == [3]
+    lab_of(as_model(SHARP), out=tmp_path).measure(square, items[:1])
+    assert CALLS[4:] == [3]  # the same configuration, other weights
+    lab_of(as_model(KEEN), out=tmp_path).measure(square, items[:1])
+    assert CALLS[5:] == []  # the same model, made anew
+    bfloat16 = replace(lab_of(small, out=tmp_path), engine={"dtype": "bfloat16"})
+    bfloat16.measure(square, items[:1])
+    assert CALLS[5:] == [3]
+
+
+def test_times_are_of_one_processor_and_results_of_one_version(
+    tmp_path: Path, small: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(timed: bool, threads: int) -> list[int]:
+        CALLS.clear()
+        lab = replace(
+            lab_of(small, out=tmp_path), engine={"dtype": "float32", "n_threads": threads}
+        )
+        lab.measure(square, [{"x": 1}], timed=timed)
+        return CALLS
+
+    assert measure(True, 1) == [1] and measure(True, 1) == []
+    assert measure(True, 2) == [1] and measure(False, 2) == [1] and measure(False, 1) == []
+    monkeypatch.setattr("rksc.experiments.runner.processor", lambda: "another")
+    assert measure(True, 1) == [1] and measure(False, 1) == []
+    monkeypatch.setattr("rksc.__version__", "another")
+    assert measure(False, 1) == [1]
+
+
+def say(bench: Bench, text: str) -> dict[str, Any]:
+    return {"text": text}
+
+
+def test_any_text_is_remembered(tmp_path: Path, small: Model) -> None:
+    """Among them what `str.splitlines` takes for the end of a line."""
+    items = [{"text": f"a{end}b"} for end in "\u2028\u0085\x0b\x1c\n\r"]
+    made = lab_of(small, out=tmp_path).measure(say, items)
+    assert made == items == list(Log(tmp_path / "raw", "say").read().values())
+    assert time_of(tmp_path)[0] >= 0
+
+
+def test_a_process_of_ray_keeps_its_model(monkeypatch: pytest.MonkeyPatch, small: Model) -> None:
+    loaded = []
+    monkeypatch.setattr(runner, "_bench", None)
+    monkeypatch.setattr(runner, "load", lambda path: loaded.append(path) or small)
+    (work,) = runner.Work.of(model_of, {"key": {}}, None)
+    for path, threads in (("a", 1), ("a", 1), ("b", 1), ("b", 2), ("b", 2)):
+        made = runner._run_there(path, {"n_threads": threads}, work)
+        assert made["key"]["result"] == {"layers": 4}
+    assert loaded == ["a", "b", "b"]
+
+
+def model_of(bench: Bench) -> dict[str, Any]:
+    return {"layers": bench.model.config.n_layers}
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path, small: Model) -> None:
@@ -572,6 +673,15 @@ def test_a_replayed_gate_is_the_real_one(small: Model, pool: Any) -> None:
                 assert own.gate.sigma == pytest.approx(float(sigma(cosines, alpha)), abs=1e-5)
 
 
+def test_a_pair_is_measured_against_its_own_root(small: Model) -> None:
+    """A question may have several first texts."""
+    lab, centre = lab_of(small), ["th 1 abc", "a 2"]
+    pairs = [Pair("g", "k", root, "e abc fewer 3 th", True) for root in ("3 more th abc", "the 7")]
+    for made, pair in zip(see(lab, pairs, centre, "Think."), pairs, strict=True):
+        (other,) = wordings(lab.bench, pair.root, [pair.own], centre, "Think.")["others"]
+        assert made.cosines is not None and made.cosines["mean"].tolist() == other["mean"]
+
+
 def test_the_tokens_that_differ() -> None:
     assert difference([1, 2, 3, 9], [1, 5, 6, 7, 9]) == (1, 3, 4)
     assert difference([1, 2, 9], [1, 2, 3, 9]) == (2, 3, 4)  # an insertion: one neighbour
@@ -680,6 +790,20 @@ def test_level_2_is_taken_where_it_pays() -> None:
     assert "Level 2 pays" in found.says
     dear = fit_cgee(problems, 0.0, {"answer": 100.0, "full": 100.0})
     assert not dear.level2 and dear.cgee.lens is None and "Level 2 is off" in dear.says
+
+
+def test_the_held_out_half_only_measures() -> None:
+    """What the choosing half decides stands, also where the other half speaks against it."""
+    problems = [verified_problem(i, [0.9, 0.89], [0.2, 0.8]) for i in range(16)]
+    _, second = stats.halves([p.group for p in problems])
+    misleading = Lenses(np.full((2, 8), 0.01), np.tile([[0.9], [0.1]], 8))
+    problems = [
+        replace(p, lenses=dict.fromkeys(LENSES, misleading)) if p.group in second else p
+        for p in problems
+    ]
+    found = fit_cgee(problems, 0.0, {"answer": 0.01, "full": 5.0})
+    assert found.level2 and found.chosen_on.changed.k == 0
+    assert found.held_out.changed == stats.Rate(8, 8)
 
 
 def test_kappa_is_as_large_as_the_wanted_rate_allows() -> None:
@@ -797,6 +921,68 @@ def test_the_report_puts_what_speaks_against_it_first(
         ]
 
 
+def test_kinds_without_pairs_are_no_failure(tmp_path: Path, small: Model) -> None:
+    rows = [{"gsm8k_id": f"q{i}", "question": f"{i} more th abc", "reworded": f"e the abc {i}"}
+            for i in range(2)]  # fmt: skip
+    write(tmp_path, "rewordings", rows)
+    table = EXPERIMENTS["rewording"](lab_of(small, quick=True, n=2, data=tmp_path))
+    unrelated = table.where(kind=task_module.UNRELATED)
+    assert set(unrelated.column("accepted")) == {None} and set(unrelated.column("pairs")) == {0}
+    assert not any("None" in finding.text or "nan" in finding.text for finding in table.findings)
+
+
+def test_what_a_guard_lets_through_is_no_sample() -> None:
+    """Of three pairs one passed a guard and was probed, and all of a question probed in full."""
+
+    def wording(group: str, level: float | None, whole: bool) -> Wording:
+        cosines = None if level is None else {"mean": np.full(8, level)}
+        seen = Seen(group, "k", False, frozenset({None}), cosines)
+        tokens = None if level is None else 10
+        return Wording(Pair(group, "k", "", "", False), seen, tokens, tokens and 2, whole)
+
+    def decide(w: Wording) -> bool | None:
+        return None if w.seen.cosines is None else bool(w.seen.cosines["mean"][0] > 0.5)
+
+    probed = [wording("full", 0.9, True), wording("full", 0.1, True)]
+    selected = wording("part", 0.9, False)
+    assert _acceptance([*probed, selected], decide)[-1] == 3
+    with_hole = [*probed, selected, wording("part", None, False)]
+    accepted, *_, reused, over, n = _acceptance(with_hole, decide)
+    assert (accepted, reused, over, n) == (50.0, 60.0, 40.0, 2)
+    assert _acceptance(with_hole[2:], decide) == (None,) * 5 + (0,)
+
+
+def grown(fits: bool, computed: int = 0, seconds: float = 1.0) -> dict[str, Any]:
+    return {"fits": fits, "computed": computed, "seconds": seconds}
+
+
+def test_orders_are_compared_on_trees_that_fit_under_both() -> None:
+    ours = [grown(True, 10), grown(True, 20), grown(False)]
+    recent = [grown(True, 13, 2.0), grown(False), grown(True, 900)]
+    table = _paired([0.5], [*ours, *recent], ours, {})
+    assert table.rows == [pytest.approx((0.5, 3.0, 3.0, 3.0, 2.0, 1))]
+    everything = Table("eviction", "", (Column("recomputed"), Column("same winner")), [])
+    everything.also["paired"] = table
+    assert [f.good for f in eviction_findings(everything)] == [True, True]
+    everything.also["paired"] = _paired([0.5], ours * 2, ours, {})  # a tie
+    assert [f.good for f in eviction_findings(everything)] == [True, False]
+    assert not len(_paired([0.5], [grown(False)] * 6, ours, {}))
+
+
+def test_baselines_are_paired() -> None:
+    """Verification finds the right branch, confidence never; of four branches one is right."""
+    problems = [verified_problem(i, [0.9, 0.8, 0.7, 0.6], [0, 0, 0, 1.0]) for i in range(6)]
+    results = [{"right": [False] * 3 + [True], "answer": ["1", "1", "1", "2"]}] * 6
+    rows = {row["choice by"]: row for row in _baselines(problems, results, {}).dicts()}
+    lead = [rows["confidence"][name] for name in ("verification over it", "from", "to")]
+    assert lead == [100, 100, 100] and rows["score alone"]["verification over it"] == 0
+    chance = [rows["chance"][name] for name in ("right", "low", "high", "from")]
+    assert chance == [25, 25, 25, 75]
+    sure = [{"right": [i > 0] * 4, "answer": ["1"] * 4} for i in range(6)]
+    rows = {row["choice by"]: row for row in _baselines(problems, sure, {}).dicts()}
+    assert rows["chance"]["high"] <= 100 and rows["chance"]["from"] == 0
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_plots_itself(
     name: str, results: tuple[Path, dict[str, Table]], tmp_path: Path
@@ -821,6 +1007,35 @@ def test_the_command(
     assert command_module.experiment(options) == 0
     printed = capsys.readouterr().out
     assert "speed-up [x]" in printed and str(tmp_path / "prefix_sweep.csv") in printed
+
+
+def test_all_keep_what_is_made_before_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Model
+) -> None:
+    def broken(lab: Lab) -> Table:
+        raise OSError("the machine went down")
+
+    parser = argparse.ArgumentParser()
+    command_module.add_experiment_options(parser)
+    options = parser.parse_args(["all", "--out", str(tmp_path)])
+    options.model = small
+    made = replace(a_table(), name="eviction", also={})
+    monkeypatch.setattr(Table, "plot", lambda *_: None)
+    monkeypatch.setattr("rksc.experiments.EXPERIMENTS", {"eviction": lambda _: made, "x": broken})
+    with pytest.raises(OSError, match="went down"):
+        command_module.experiment(options)
+    assert Table.from_json(tmp_path / "eviction.json").rows == made.rows
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["rksc experiment all", "rksc experiment cgee --n 3 --ray --seed 1",
+     "rksc experiment all --model 'a b.gguf' --quick --out there --workers 2 --dtype float32"],
+)  # fmt: skip
+def test_a_report_tells_its_command(line: str) -> None:
+    parser = argparse.ArgumentParser()
+    command_module.add_experiment_options(parser)
+    assert command_module._command(parser.parse_args(shlex.split(line)[2:])) == line
 
 
 def test_the_progress_bar_counts_items(capsys: pytest.CaptureFixture[str], small: Model) -> None:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..load import Model
 from ..options import CGEE
-from .fitting import Verified, fit_cgee, lens_costs, saved
+from .fitting import Verified, fit_cgee, layers_run, lens_costs, saved
 from .measure import TOGETHER, answers, mean_of
 from .plots import COLOURS, band, style
 from .replay import majority
 from .runner import Lab, Result
-from .stats import rate, wilson
+from .stats import bootstrap, rate, wilson
 from .table import Column, Finding, Table
 from .tasks import Problem, problem_sets
 
@@ -46,9 +47,11 @@ def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
     ]
     columns = (
         Column("rule"), Column("setting"), Column("threshold"),
-        Column("layers saved", "%"), Column("net of the lens", "%"),
+        Column("layers saved", "%"), Column("saved low", "%"), Column("saved high", "%"),
+        Column("net of the lens", "%"), Column("net low", "%"), Column("net high", "%"),
         Column("winners changed", "%"), Column("low", "%"), Column("high", "%"),
-        Column("answers changed", "%"), Column("decided without verification", "%"),
+        Column("answers changed", "%"), Column("answers low", "%"), Column("answers high", "%"),
+        Column("decided without verification", "%"),
         Column("changed among these", "%"), Column("right", "%"), Column("problems"),
     )  # fmt: skip
     meta = lab.meta(n_branches=N_BRANCHES, sets=_counts(sets), lens_costs_layers=costs)
@@ -61,7 +64,10 @@ def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
     found = fit_cgee(verified, WANTED, costs, lab.seed)
     table.findings.extend(_findings(table))
     table.findings.append(
-        Finding(f"calibrate_cgee with {WANTED:.0%} wanted: {found.says}", found.level2)
+        Finding(
+            f"calibrate_cgee with {WANTED:.0%} wanted: {found.says}",
+            found.level2 and found.held_out.changed.value <= WANTED,
+        )
     )
     return table
 
@@ -135,13 +141,20 @@ def _row(
     right = [r["right"][j.winner] for r, j in zip(results, judged, strict=True)]
     skipped = [j.skipped for j in judged]
     of_these = [c for c, s in zip(changed, skipped, strict=True) if s]
-    gross, net = (saved(judged, verified, c) for c in (0.0, costs[settings.lens or "answer"]))
+    gross, net = (_saved(layers_run(judged, verified, cost))
+                  for cost in (0.0, costs[settings.lens or "answer"]))  # fmt: skip
     return (
-        rule, setting, None if threshold is None else round(threshold, 4), 100 * gross,
-        100 * net, *_percent(changed), 100 * mean_of(answers_changed),
+        rule, setting, None if threshold is None else round(threshold, 4), *gross, *net,
+        *_percent(changed), *_percent(answers_changed),
         100 * mean_of(skipped), 100 * mean_of(of_these) if of_these else None,
         100 * mean_of(right), len(verified),
     )  # fmt: skip
+
+
+def _saved(layers: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Per cent, with the bootstrap's interval over problems."""
+    low, high = bootstrap(layers, saved)
+    return 100 * float(saved(layers[None])[0]), 100 * low, 100 * high
 
 
 def _percent(flags: Sequence[bool]) -> tuple[float, float, float]:
@@ -153,34 +166,32 @@ def _percent(flags: Sequence[bool]) -> tuple[float, float, float]:
 
 
 def _baselines(verified: Sequence[Verified], results: Sequence[Result], meta: Any) -> Table:
-    """Accuracy of each way to choose among the same branches."""
+    """Accuracy of each way to choose among the same branches, and by how much verification is
+    better, paired by problem."""
 
-    def chosen(pick: Iterable[int]) -> list[bool]:
-        return [bool(r["right"][i]) for r, i in zip(results, pick, strict=True)]
+    def chosen(pick: Iterable[int]) -> list[float]:
+        return [float(r["right"][i]) for r, i in zip(results, pick, strict=True)]
 
-    ways: dict[str, list[bool]] = {
+    ways: dict[str, list[float]] = {
         "verification": chosen(v.winner for v in verified),
         "confidence": chosen(int(np.argmax(v.confidence)) for v in verified),
         "score alone": chosen(int(np.argmax(v.scores)) for v in verified),
         "majority": chosen(majority(r["answer"]) for r in results),
-        "any branch right": [any(r["right"]) for r in results],
+        "chance": [mean_of(r["right"]) for r in results],  # of a problem: between 0 and 1
+        "any branch right": [float(any(r["right"])) for r in results],
     }
-    rows: list[tuple[Any, ...]] = [(name, *_percent(f), len(f)) for name, f in ways.items()]
-    chance = [mean_of(r["right"]) for r in results]
-    spread = 1.96 * float(np.std(chance)) / np.sqrt(len(chance))
-    middle = mean_of(chance)
-    rows.insert(
-        4,
-        (
-            "chance",
-            100 * middle,
-            100 * max(0, middle - spread),
-            100 * (middle + spread),
-            len(chance),
-        ),
-    )
+    rows: list[tuple[Any, ...]] = []
+    for name, right in ways.items():
+        if name == "chance":
+            middle, low, high = (100 * v for v in (mean_of(right), *bootstrap(right)))
+        else:
+            middle, low, high = _percent([r == 1 for r in right])
+        lead = np.array(ways["verification"]) - right
+        rows.append((name, middle, low, high, 100 * float(lead.mean()),
+                     *(100 * end for end in bootstrap(lead)), len(right)))  # fmt: skip
     columns = (Column("choice by"), Column("right", "%"), Column("low", "%"), Column("high", "%"),
-               Column("problems"))  # fmt: skip
+               Column("verification over it", "points"), Column("from", "points"),
+               Column("to", "points"), Column("problems"))  # fmt: skip
     return Table("cgee", "Who chooses best among the same branches", columns, rows, meta)
 
 
@@ -245,9 +256,10 @@ def _findings(table: Table) -> list[Finding]:
     for row in table.where(rule="preset").dicts():
         changed = f"{row['winners changed']:.1f} % of winners [{row['low']:.1f}, {row['high']:.1f}]"
         found.append(Finding(
-            f"{row['setting']} saves {row['net of the lens']:.1f} % of the verification's "
-            f"layers after the lens's own cost and changes {changed}, n = {row['problems']}.",
-            row["winners changed"] <= 100 * WANTED and row["net of the lens"] > 0,
+            f"{row['setting']} saves {row['net of the lens']:.1f} % [{row['net low']:.1f}, "
+            f"{row['net high']:.1f}] of the verification's layers after the lens's own cost and "
+            f"changes {changed}, n = {row['problems']}.",
+            row["winners changed"] <= 100 * WANTED and row["net low"] > 0,
         ))  # fmt: skip
     level2 = [r for r in table.where(rule="level 2").dicts() if r["winners changed"] <= 5]
     most = max((r["net of the lens"] for r in level2), default=0.0)
@@ -260,25 +272,27 @@ def _findings(table: Table) -> list[Finding]:
     settled = layers.column("settled for good")
     half = next((i + 1 for i, s in enumerate(settled) if s >= 50), len(settled))
     middle, n = layers.dicts()[len(settled) // 2 - 1], len(settled)
-    nine = next(i + 1 for i, w in enumerate(layers.column("winner as at the end")) if w >= 90)
+    winners = enumerate(layers.column("winner as at the end"), 1)
+    nine = next((layer for layer, share in winners if share >= 90), None)
+    reached = "never reached" if nine is None else f"reached after layer {nine}"
     found.append(Finding(
         f"Half of the YES or NO decisions have settled for good after layer {half} of {n}. The "
         f"winner seen after layer {middle['layer']} is the final one in "
         f"{middle['winner as at the end']:.0f} % of problems [{middle['low']:.0f}, "
-        f"{middle['high']:.0f}]; 90 % are reached after layer {nine}.",
-        nine <= n / 2,
+        f"{middle['high']:.0f}]; 90 % are {reached}.",
+        nine is not None and nine <= n / 2,
     ))  # fmt: skip
     right = {r["choice by"]: r for r in table.also["baselines"].dicts()}
-    verification, others = (
-        right["verification"],
-        [right[n] for n in ("confidence", "majority", "chance")],
-    )
-    best = max(others, key=lambda r: r["right"])
+    verification = right["verification"]
+    others = [right[name] for name in ("confidence", "majority", "chance")]
+    leads = "; ".join(
+        f"{r['verification over it']:+.1f} points [{r['from']:+.1f}, {r['to']:+.1f}] against "
+        f"{r['choice by']} ({r['right']:.1f} %)" for r in others
+    )  # fmt: skip
     found.append(Finding(
         f"Choosing by verification is right in {verification['right']:.1f} % "
-        f"[{verification['low']:.1f}, {verification['high']:.1f}], by confidence in "
-        f"{right['confidence']['right']:.1f} %, by majority in {right['majority']['right']:.1f} "
-        f"%, by chance in {right['chance']['right']:.1f} %.", verification["right"] > best["right"],
+        f"[{verification['low']:.1f}, {verification['high']:.1f}]: {leads}, n = "
+        f"{verification['problems']}.", all(r["from"] > 0 for r in others),
     ))  # fmt: skip
     return found
 

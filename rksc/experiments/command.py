@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,21 @@ def experiment(options: argparse.Namespace) -> int:
     tables = {}
     for name, run in EXPERIMENTS.items():
         tables[name] = run(lab)
+        tables[name].save(options.out)  # kept also where a later one fails
         print(f"\n{name}")
         for finding in tables[name].findings:
             print(f"{'+' if finding.good else '-'} {finding.text}", flush=True)
-    page = report(tables, options.out, f"rksc experiment all{' --quick' if options.quick else ''}")
-    print(page)
+    print(report(tables, options.out, _command(options)))
     return 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command line that gives these options."""
+    parser = argparse.ArgumentParser()
+    add_experiment_options(parser)
+    parts = ["rksc", "experiment", options.name]
+    for name, default in vars(parser.parse_args([options.name])).items():
+        value = getattr(options, name)
+        if value != default:
+            parts += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(parts)

@@ -27,7 +27,14 @@ from .replay import Lenses, judge, select
 from .runner import Bench, Lab, Result
 from .stats import bootstrap, halves, rate
 from .table import Column, Finding, Table
-from .tasks import REWORDING, Problem, examples, problem_sets, wording_pairs
+from .tasks import (
+    REWORDING,
+    Problem,
+    examples,
+    problem_sets,
+    wording_answers,
+    wording_pairs,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,10 +87,11 @@ def _work(lab: Lab, n: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     by_group = wording_pairs(lab.folder, None, lab.seed)
     first, second = halves(list(by_group), lab.seed)
     centre = [by_group[group][0].root for group in sorted(first)][:N_CENTRE]
+    known = wording_answers(lab.folder)
     header = examples(lab.folder, "gsm8k", shots["gsm8k"])
     for group in [g for g in by_group if g in second][:n]:
         pairs = [pair for pair in by_group[group] if pair.kind == REWORDING]
-        asked = asdict(Problem(group, pairs[0].root, "unknown"))
+        asked = asdict(Problem(group, pairs[0].root, known.get(group, "")))
         yield REWORDED, {"problem": asked, "others": [p.own for p in pairs], "header": header,
                          "centre": centre}  # fmt: skip
 
@@ -223,7 +231,7 @@ def _outcome(
         "computed": sum(phase.tokens for phase in clock.phases.values()),
         "winner": winner,
         "answer": answer,
-        "right": answer == case.problem.answer,
+        "right": answer == case.problem.answer if case.problem.answer else None,
         "verified": sum(s is not None for s in scores),
         "approximate": sum(approximate),
         "branches": len(texts),
@@ -248,7 +256,7 @@ def _row(
     changed = rate([a["winner"] != b["winner"] for a, b in zip(mine, exact, strict=True)])
     answers = rate([a["answer"] != b["answer"] for a, b in zip(mine, exact, strict=True)])
     branches = sum(r["branches"] for r in mine)
-    known = [r["right"] for r in mine]
+    known = [r["right"] for r in mine if r["right"] is not None]
     return (
         *(seconds[p] for p in _SHOWN), float(total.mean()),
         float(bare.sum() / total.sum()), low, high, float(cached.sum() / total.sum()),
@@ -256,7 +264,7 @@ def _row(
         100 * sum(r["verified"] for r in mine) / branches,
         100 * sum(r["approximate"] for r in mine) / branches,
         100 * changed.value, 100 * changed.low, 100 * changed.high, 100 * answers.value,
-        100 * float(np.mean(known)), n,
+        100 * float(np.mean(known)) if known else None, n,
     )  # fmt: skip
 
 

@@ -48,12 +48,16 @@ WANTED = {NUMBER_CHANGED: 1, REVERSED: 1, UNRELATED: 1, FACT_REMOVED: 3, ADDED: 
 
 @dataclass(frozen=True)
 class Wording:
-    """A measured pair with its tokens: of the other wording, and what exact caching reuses."""
+    """A measured pair with its tokens: of the other wording, and what exact caching reuses.
+
+    whole: all pairs of its question were probed.
+    """
 
     pair: Pair
     seen: Seen
     tokens: int | None
     common: int | None
+    whole: bool
 
 
 def rewording(model: Model | str | Path | Lab, **options: Any) -> Table:
@@ -116,11 +120,13 @@ def measured_wordings(lab: Lab) -> list[Wording]:
     ]
     probed = [p.kind in (REWORDING, UNRELATED) or p.group in everything for p in pairs]
     seen = see(lab, pairs, centre, INSTRUCTION, probed)
+    partial = {s.group for s in seen if s.cosines is None}
     return [
         Wording(
             pair, s,
             None if s.cosines is None else int(s.cosines["tokens"]),
             None if s.cosines is None else int(s.cosines["common"]),
+            s.group not in partial,
         )
         for pair, s in zip(pairs, seen, strict=True)
     ]  # fmt: skip
@@ -148,16 +154,22 @@ def _suffix(w: Wording) -> bool | None:
 def _acceptance(
     pairs: Sequence[Wording], decide: Callable[[Wording], bool | None]
 ) -> tuple[Any, ...]:
-    decided = [(w, accepted) for w in pairs if (accepted := decide(w)) is not None]
-    r = rate([accepted for _, accepted in decided])
-    sized = [(w, accepted) for w, accepted in decided if w.tokens is not None]
+    decided = _sample(pairs, lambda w: decide(w) is not None)
+    r = rate([bool(decide(w)) for w in decided], [w.pair.group for w in decided])
+    sized = _sample(decided, lambda w: w.tokens is not None)
     reused = over = None
     if sized:
-        total = sum(w.tokens or 0 for w, _ in sized)
-        exact = sum(w.common or 0 for w, _ in sized)
-        kept = sum((w.tokens if accepted else w.common) or 0 for w, accepted in sized)
+        total = sum(w.tokens or 0 for w in sized)
+        exact = sum(w.common or 0 for w in sized)
+        kept = sum((w.tokens if decide(w) else w.common) or 0 for w in sized)
         reused, over = 100 * kept / total, 100 * (kept - exact) / total
     return *(_rate(r) if r.n else (None,) * 3), reused, over, r.n
+
+
+def _sample(pairs: Sequence[Wording], known: Callable[[Wording], bool]) -> list[Wording]:
+    """All pairs where each is known, else those of the questions that were probed in full: what
+    a guard lets through does not stand for what it refuses."""
+    return list(pairs) if all(map(known, pairs)) else [w for w in pairs if w.whole]
 
 
 def _similarity(held: Sequence[Wording], n_layers: int, meta: Any) -> Table:
@@ -169,8 +181,10 @@ def _similarity(held: Sequence[Wording], n_layers: int, meta: Any) -> Table:
             "centred mean, all layers": ("mean", n_layers)}  # fmt: skip
     for way, (pool, n) in ways.items():
         by_kind = {
-            kind: [float(sigma(w.seen.cosines[pool][:n], 1.5)) for w in held
-                   if w.pair.kind == kind and w.seen.cosines is not None]
+            kind: [float(sigma(w.seen.cosines[pool][:n], 1.5))
+                   for w in _sample([w for w in held if w.pair.kind == kind],
+                                    lambda w: w.seen.cosines is not None)
+                   if w.seen.cosines is not None]
             for kind in KINDS
         }  # fmt: skip
         for kind, values in by_kind.items():
@@ -261,42 +275,49 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
     paper = {kind: rows["the paper's formula on both wordings", kind] for kind in KINDS}
     found.append(Finding(
         f"The paper's gate (last token, no centre, tau {PAPER_TAU}, alpha {PAPER_ALPHA}) "
-        f"accepts {paper[REWORDING]['accepted']:.0f} % of rewordings, "
-        f"{paper[NUMBER_CHANGED]['accepted']:.0f} % of changed numbers and "
-        f"{paper[UNRELATED]['accepted']:.0f} % of unrelated questions.",
-        paper[UNRELATED]["accepted"] < 5,
+        f"accepts {_said(paper[REWORDING]['accepted'])} of rewordings, "
+        f"{_said(paper[NUMBER_CHANGED]['accepted'])} of changed numbers and "
+        f"{_said(paper[UNRELATED]['accepted'])} of unrelated questions.",
+        _below(paper[UNRELATED]["accepted"], 5),
     ))  # fmt: skip
     suffix = {kind: rows["the paper's suffix probe", kind] for kind in KINDS}
     found.append(Finding(
         "The paper's probe runs the branch's suffix over the root's KV: what it compares "
         "depends on the root and the suffix, never on the branch's own wording. It accepts "
-        f"{suffix[REWORDING]['accepted']:.0f} % of rewordings and "
-        f"{suffix[UNRELATED]['accepted']:.0f} % of unrelated questions, whatever they say.", False,
+        f"{_said(suffix[REWORDING]['accepted'])} of rewordings and "
+        f"{_said(suffix[UNRELATED]['accepted'])} of unrelated questions, whatever they say.", False,
     ))  # fmt: skip
     if gate is None:
         found.append(Finding("No gate keeps the wanted rate of false acceptance.", False))
     else:
+        measured = [rows["calibrated", kind] for kind in WANTED
+                    if rows["calibrated", kind]["pairs"]]  # fmt: skip
         found.append(Finding(
             f"Calibrated on {len(first)} questions (guard {gate.guard!r}, pool {gate.pool!r}, "
             f"{gate.probe_layers} layers, alpha {gate.alpha:g}, tau {gate.tau:.3f}), the gate "
             "accepts on the others: "
-            + "; ".join(_accepted(rows["calibrated", kind]) for kind in WANTED) + ".",
-            all(_reached(rows["calibrated", kind]) for kind in WANTED),
+            + "; ".join(map(_accepted, measured)) + ".",
+            rows["calibrated", REWORDING] in measured and all(map(_reached, measured)),
         ))  # fmt: skip
         saved = rows["calibrated", REWORDING]
-        found.append(Finding(
-            f"On true rewordings that is {saved['over exact']:+.1f} points of prompt tokens "
-            f"reused over exact caching ({saved['tokens reused']:.1f} %).", saved["over exact"] > 0,
-        ))  # fmt: skip
+        if saved["over exact"] is not None:
+            found.append(Finding(
+                f"On true rewordings that is {saved['over exact']:+.1f} points of prompt tokens "
+                f"reused over exact caching ({saved['tokens reused']:.1f} %).",
+                saved["over exact"] > 0,
+            ))  # fmt: skip
     turned, inside = (rows["calibrated", kind] for kind in (TURNED, TURNED_REWORDING))
     plain = rows["default (numbers guard)", TURNED]
     found.append(Finding(
         "One word turned round in an otherwise equal text: the number guard alone lets "
-        f"{plain['accepted']:.0f} % share, with the near-copy guard {turned['accepted']:.0f} % "
-        f"(n = {turned['pairs']}). Turned round within a rewording, {inside['accepted']:.0f} % "
-        f"share (n = {inside['pairs']}): nothing tried notices that.", inside["accepted"] < 5,
+        f"{_said(plain['accepted'])} share, with the near-copy guard {_said(turned['accepted'])} "
+        f"(n = {turned['pairs']}). Turned round within a rewording, {_said(inside['accepted'])} "
+        f"share (n = {inside['pairs']}): nothing tried notices that.",
+        _below(inside["accepted"], 5),
     ))  # fmt: skip
     follow = {r["kind"]: r for r in table.also["continuation"].dicts()}
+    if REWORDING not in follow:
+        return found
     true, again = follow[REWORDING], follow[AGAIN]
     found.append(Finding(
         "Even for true rewordings, sharing changes the winner's answer in "
@@ -306,13 +327,21 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
         f"{again['other winner']:.0f} % (n = {true['pairs']}).",
         true["answer high"] < again["answer low"],
     ))  # fmt: skip
-    if NUMBER_CHANGED in follow:
-        number = follow[NUMBER_CHANGED]
+    number = follow.get(NUMBER_CHANGED)
+    if number is not None and None not in (number["KL"], true["KL"]):
         found.append(Finding(
             f"Divergence does not show the damage: KL {number['KL']:.3f} nats for a changed "
             f"number, {true['KL']:.3f} for a true rewording.", number["KL"] > true["KL"],
         ))  # fmt: skip
     return found
+
+
+def _said(accepted: float | None) -> str:
+    return "none (no such pair)" if accepted is None else f"{accepted:.0f} %"
+
+
+def _below(accepted: float | None, limit: float) -> bool:
+    return accepted is not None and accepted < limit
 
 
 def _accepted(row: dict[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 A measurement is a function of a module's top, `measure(bench, **settings) -> plain values`, or,
 where several are made at once, `measure(bench, [settings, ...]) -> [plain values, ...]`. Each
-result is one line of a JSON-lines file, keyed by a hash of model, engine, function and settings;
-what is there already is not measured again, so that an experiment which was stopped goes on.
+result is one line of a JSON-lines file, keyed by a hash of version, model, engine, function and
+settings, where it is timed also of processor and threads; what is there already is not measured
+again, so that an experiment which was stopped goes on.
 Results come in the order of the items, whoever measured them: this process, others (`n_workers`),
 or other machines (`ray`).
 """
@@ -34,6 +35,7 @@ from .tasks import find_data
 Result = dict[str, Any]
 Measure = Callable[..., Any]
 _SAMPLE = 1 << 20  # bytes of a file's beginning and end that tell it from others
+_PART = 1 << 12  # values of a tensor, likewise
 
 
 class Bench:
@@ -50,6 +52,10 @@ class Bench:
     @cached_property
     def model(self) -> Model:
         return self._model if isinstance(self._model, Model) else load(self._model)
+
+    def serves(self, model: Model | str | Path, engine: dict[str, Any]) -> bool:
+        """It was made from these."""
+        return (self._model, self.engine) == (model, engine)
 
     def open(self, **options: Any) -> BranchSession:
         """A session of its own, verified in full, without ASKS."""
@@ -127,7 +133,7 @@ class Lab:
     ) -> list[Result]:
         """The function's result for each item (its settings), in order. together: so many items
         are given to the function at once, which must not change their results."""
-        keys = [self._key(function, item) for item in items]
+        keys = [self._key(function, item, timed) for item in items]
         log = None if self.out is None else Log(Path(self.out) / "raw", function.__name__)
         known = {} if log is None else log.read()
         missing = {k: item for k, item in zip(keys, items, strict=True) if k not in known}
@@ -145,25 +151,36 @@ class Lab:
         if not work:
             return
         if self.ray and not timed:
-            yield from _by_ray(str(self._path), self.engine, work)
+            # machines differ: all use the instruction set that the keys name
+            yield from _by_ray(str(self._path), {**self.engine, "isa": self._isa}, work)
         elif self.n_workers > 1 and not timed:
             yield from _by_processes(self, work)
         else:
             for part in work:
                 yield part.run(self.bench)
 
-    def _key(self, function: Measure, item: dict[str, Any]) -> str:
+    def _key(self, function: Measure, item: dict[str, Any], timed: bool) -> str:
         parts = [self._identity, function.__module__, function.__name__, item]
+        if timed:
+            threads = self.engine.get("n_threads") or _core.default_threads()
+            parts.append([processor(), threads])
         text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     @cached_property
     def _identity(self) -> list[Any]:
-        """What results depend on beside their settings. The number of threads is not in it."""
+        """What results depend on beside their settings. The number of threads is not in it: only
+        times depend on that."""
+        from .. import __version__
+
         engine = {k: str(v) for k, v in self.engine.items() if k != "n_threads"}
         path = self._path
-        stored = repr(self.bench.model.config) if path is None else _digest(path)
-        return [stored, self.engine.get("isa") or _core.isas[-1], engine]
+        stored = _digest_of(self.bench.model) if path is None else _digest(path)
+        return [__version__, stored, self._isa, engine]
+
+    @property
+    def _isa(self) -> str:
+        return self.engine.get("isa") or _core.isas[-1]
 
     def meta(self, **settings: Any) -> dict[str, Any]:
         """What a reader must know about a table: model, machine, versions, seed."""
@@ -233,6 +250,13 @@ def _run_here(work: Work) -> dict[str, Result]:
     return work.run(_bench)
 
 
+def _run_there(path: str, engine: dict[str, Any], work: Work) -> dict[str, Result]:
+    """A task of Ray. Its processes are kept between tasks, and with them the model."""
+    if _bench is None or not _bench.serves(path, engine):
+        _start(path, engine)
+    return _run_here(work)
+
+
 def _by_processes(lab: Lab, work: list[Work]) -> Iterator[dict[str, Result]]:
     n = min(lab.n_workers, len(work))
     threads = max(1, _core.default_threads() // n)
@@ -257,13 +281,8 @@ def _by_ray(path: str, engine: dict[str, Any], work: list[Work]) -> Iterator[dic
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
 
-    def task(part: Work) -> dict[str, Result]:
-        if _bench is None:
-            _start(path, engine)
-        return _run_here(part)
-
-    remote = ray.remote(task)
-    waiting = [remote.remote(part) for part in work]
+    remote = ray.remote(_run_there)
+    waiting = [remote.remote(path, engine, part) for part in work]
     while waiting:
         done, waiting = ray.wait(waiting)
         for reference in done:
@@ -290,7 +309,7 @@ class Log:
             with self.path.open("rb+") as file:
                 file.truncate(whole)
         found = {}
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
             try:
                 record = json.loads(line)
                 found[record["key"]] = record["result"]
@@ -310,7 +329,7 @@ def time_of(out: str | Path, functions: Sequence[str] | None = None) -> tuple[fl
     wall = cpu = 0.0
     for path in sorted((Path(out) / "raw").glob("*.jsonl")):
         if functions is None or path.stem in functions:
-            for line in path.read_text("utf-8").splitlines():
+            for line in path.read_bytes().split(b"\n")[:-1]:  # a text may hold U+2028
                 record = json.loads(line)
                 wall, cpu = wall + record["seconds"], cpu + record["cpu"]
     return wall, cpu
@@ -327,6 +346,17 @@ def _digest(path: Path) -> str:
             digest.update(data.read(_SAMPLE))
             data.seek(max(0, size - _SAMPLE))
             digest.update(data.read())
+    return digest.hexdigest()[:16]
+
+
+def _digest_of(model: Model) -> str:
+    """The same for a model that is in memory alone."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, tensor in sorted(model.weights.items()):
+        values = np.ascontiguousarray(tensor.numpy()).reshape(-1)
+        digest.update(f"{name} {tensor.type} {tensor.shape}\n".encode())
+        digest.update(values[:_PART].tobytes())
+        digest.update(values[-_PART:].tobytes())
     return digest.hexdigest()[:16]
 
 

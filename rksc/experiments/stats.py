@@ -19,10 +19,14 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Rate:
-    """k of n, with its Wilson interval. value is NaN when n is 0."""
+    """k of n, with its Wilson interval. value is NaN when n is 0.
+
+    effective: how many independent ones say as much as these n (None: n).
+    """
 
     k: int
     n: int
+    effective: float | None = None
 
     @property
     def value(self) -> float:
@@ -30,26 +34,46 @@ class Rate:
 
     @property
     def low(self) -> float:
-        return wilson(self.k, self.n)[0]
+        return self._interval[0]
 
     @property
     def high(self) -> float:
-        return wilson(self.k, self.n)[1]
+        return self._interval[1]
+
+    @property
+    def _interval(self) -> tuple[float, float]:
+        n = self.n if self.effective is None else self.effective
+        return wilson(self.k * n / self.n if self.n else 0, n)
 
     def __str__(self) -> str:
         if not self.n:
             return "none measured"
-        low, high = (100 * bound for bound in wilson(self.k, self.n))
+        low, high = (100 * bound for bound in self._interval)
         of = f"{self.k} of {self.n}; 95 % interval {low:.1f} to {high:.1f}"
         return f"{100 * self.value:.1f} % ({of})"
 
 
-def rate(flags: Sequence[bool] | NDArray[np.bool_]) -> Rate:
-    """How many of the flags are true."""
-    return Rate(int(np.count_nonzero(flags)), len(flags))
+def rate(flags: Sequence[bool] | NDArray[np.bool_], groups: ArrayLike | None = None) -> Rate:
+    """How many of the flags are true. groups: which question each belongs to, where several of
+    one question are not independent.
+
+    The interval is then Wilson's for n / d, d the design effect: the variance of the rate over
+    questions against that of as many independent flags (Kish, 1965). Where all flags are equal, or
+    all of one question, it cannot be estimated, and a question counts once.
+    """
+    k, n = int(np.count_nonzero(flags)), len(flags)
+    if groups is None or n == 0:
+        return Rate(k, n)
+    of = np.unique(groups, return_inverse=True)[1]
+    sizes = np.bincount(of)
+    if k in (0, n) or len(sizes) == 1:
+        return Rate(k, n, float(len(sizes)))
+    p = k / n
+    spread = float(np.sum((np.bincount(of, np.asarray(flags, float)) - p * sizes) ** 2))
+    return Rate(k, n, min(float(n), n * n * p * (1 - p) / spread) if spread else float(n))
 
 
-def wilson(k: int, n: int, level: float = LEVEL) -> tuple[float, float]:
+def wilson(k: float, n: float, level: float = LEVEL) -> tuple[float, float]:
     """Wilson's score interval of a rate k / n; (0, 1) when n is 0.
 
     ValueError: k outside of 0 .. n.

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..prompts import INSTRUCTION
 from ..solve import final_answer
+from .stats import halves
 
 SETS = ("gsm8k", "arc_challenge", "mmlu_stem", "gpqa")
 LETTER = (
@@ -45,9 +46,11 @@ class Problem:
         if not self.choices:
             return final_answer(text)
         last = chr(64 + len(self.choices))
-        marked = re.findall(
-            rf"answer\s*(?:is|:)?\s*[*(]*([A-{last}])\b", text, re.IGNORECASE
-        ) or re.findall(rf"\b([A-{last}])\b", text)
+        # a small letter counts where it stands alone: "the answer is a gas" names no choice
+        said = rf"(?i:answer)\s*(?:(?i:is)|:)?[\s*(]*([A-{last}])\b"
+        alone = rf"(?i:answer)\s*:[\s*(]*([a-{last.lower()}])[*).]*[ \t]*$"
+        marked = ["".join(m) for m in re.findall(f"{said}|{alone}", text, re.MULTILINE)]
+        marked = marked or re.findall(rf"\b([A-{last}])\b", text)
         return str(marked[-1]).upper() if marked else ""
 
 
@@ -105,7 +108,7 @@ def wording_pairs(folder: Path, n: int | None = None, seed: int = 0) -> dict[str
     """Pairs by question (n random ones; None: all) from rewordings and near-duplicates.
 
     Beside what the files hold: the question with one word turned round (`turned`), a
-    rewording with one word turned round, and another question.
+    rewording with one word turned round, and another question of the same of `halves`.
     """
     path = folder / "rewordings.jsonl"
     if not path.is_file():
@@ -116,13 +119,23 @@ def wording_pairs(folder: Path, n: int | None = None, seed: int = 0) -> dict[str
         for row in _rows(folder / "near_duplicates.jsonl"):
             near.get(str(row["gsm8k_id"]), []).append(row)
     names = sorted(rows)
-    others = np.roll(np.random.default_rng(seed).permutation(len(names)), 1)
-    order = np.roll(others, -1)
-    unrelated = {names[a]: names[b] for a, b in zip(order, others, strict=True)}
+    picked = _some(names, n, seed)
+    spare = iter(sorted(set(names) - set(picked)))
+    unrelated: dict[str, str | None] = {}
+    for half in halves(picked, seed):
+        ring = [name for name in picked if name in half]
+        others = [*ring[1:], ring[0]] if len(ring) > 1 else [next(spare, None)]
+        unrelated.update(zip(ring, others, strict=False))
     return {
-        group: list(_pairs_of(group, rows[group], near[group], rows[unrelated[group]]))
-        for group in _some(names, n, seed)
+        group: list(_pairs_of(group, rows[group], near[group], rows.get(unrelated[group] or "")))
+        for group in picked
     }
+
+
+def wording_answers(folder: Path) -> dict[str, str]:
+    """The answers of the questions of `wording_pairs`, where the file has them."""
+    rows = _rows(folder / "rewordings.jsonl")
+    return {str(row["gsm8k_id"]): str(row["answer"]) for row in rows if row.get("answer")}
 
 
 _KINDS = {
@@ -145,7 +158,7 @@ KINDS = (
 
 
 def _pairs_of(
-    group: str, row: dict[str, Any], near: list[dict[str, Any]], other: dict[str, Any]
+    group: str, row: dict[str, Any], near: list[dict[str, Any]], other: dict[str, Any] | None
 ) -> Iterator[Pair]:
     root = str(row["question"])
     for field in ("reworded", "third_wording"):
@@ -164,7 +177,8 @@ def _pairs_of(
     changed = turned(root)
     if changed is not None:
         yield Pair(group, TURNED, root, changed, False)
-    yield Pair(group, UNRELATED, root, str(other["question"]), False)
+    if other is not None:
+        yield Pair(group, UNRELATED, root, str(other["question"]), False)
 
 
 _OPPOSITES = (

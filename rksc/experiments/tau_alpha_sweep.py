@@ -43,6 +43,7 @@ def tau_alpha_sweep(model: Model | str | Path | Lab, **options: Any) -> Table:
     n_layers = lab.bench.model.config.n_layers
     depths = sorted({max(1, n_layers // part) for part in (8, 2, 1)})
     kinds = np.array([_kind(w) for w in rows_of])
+    groups = np.unique([w.pair.group for w in rows_of], return_inverse=True)[1]
     tokens, exact = (np.array([getattr(w, name) for w in rows_of]) for name in ("tokens", "common"))
     rows: list[tuple[Any, ...]] = []
     for probe, pool in PROBES.items():
@@ -57,7 +58,7 @@ def tau_alpha_sweep(model: Model | str | Path | Lab, **options: Any) -> Table:
                     for tau in TAUS:
                         accepted = passed & (seen >= tau)
                         rows.append((probe, depth, alpha, guard or "none", tau,
-                                     *_row(kinds, tokens, exact, accepted)))  # fmt: skip
+                                     *_row(kinds, groups, tokens, exact, accepted)))  # fmt: skip
     columns = (
         Column("probe"), Column("layers"), Column("alpha"), Column("guard"), Column("tau"),
         Column("rewordings", "%"), Column("low", "%"), Column("high", "%"),
@@ -74,11 +75,12 @@ def tau_alpha_sweep(model: Model | str | Path | Lab, **options: Any) -> Table:
     return table
 
 
-def _row(kinds: Any, tokens: Any, exact: Any, accepted: Any) -> tuple[Any, ...]:
+def _row(kinds: Any, groups: Any, tokens: Any, exact: Any, accepted: Any) -> tuple[Any, ...]:
     """Acceptance by kind; tokens reused on rewordings, and over exact caching; fidelity: how many
     of the accepted pairs mean the same, when rewordings and others come equally often."""
     good, near, unrelated = (
-        rate(accepted[kinds == kind]) for kind in (REWORDING, _NEAR, UNRELATED)
+        rate(accepted[kinds == kind], groups[kinds == kind])
+        for kind in (REWORDING, _NEAR, UNRELATED)
     )
     mine = kinds == REWORDING
     total = tokens[mine].sum()
