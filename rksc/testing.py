@@ -5,6 +5,7 @@ The pytest plugin (`pytest --rksc-model PATH`) brings the session; these work wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,20 +54,42 @@ def assert_answer(
     *,
     normalise: Callable[[str], str] = lambda text: " ".join(text.split()).casefold().rstrip("."),
 ) -> None:
-    """The answer is one of those expected: a Solution's answer equals it, a text contains it.
+    """The answer is one of those expected: a Solution's answer equals it, a text contains it, as
+    whole words and numbers ("2" is not in "12", "2.5" or "-2").
 
     Both are compared after `normalise`: white space, case and a closing full stop do not count.
+    ValueError: nothing is expected, or an empty text.
     """
     wanted = [expected] if isinstance(expected, str) else list(expected)
+    if not wanted or not all(normalise(text) for text in wanted):
+        raise ValueError(f"expected must be non-empty texts, got {expected!r}")
     if isinstance(result, Solution):
         found = result.answer
         right = any(normalise(found) == normalise(text) for text in wanted)
     else:
         found = result if isinstance(result, str) else (result.text or "")
-        right = any(normalise(text) in normalise(found) for text in wanted)
+        right = any(_contains(normalise(found), normalise(text)) for text in wanted)
     if not right:
         tree = f"\n{result}" if isinstance(result, Solution) else ""
         raise AssertionError(f"answer {found!r}, expected {' or '.join(map(repr, wanted))}{tree}")
+
+
+# A letter or digit, but of no script that puts no spaces between words, or joins particles to them.
+_LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+
+
+def _contains(text: str, part: str) -> bool:
+    """Whether the part stands in the text, cutting no word and no number."""
+    before = after = ""
+    if re.match(_LETTER, part[0]):
+        before = rf"(?<!{_LETTER})"
+    if re.match(_LETTER, part[-1]):
+        after = rf"(?!{_LETTER})"
+    if part[0].isdecimal():  # neither decimals, nor digits after a group, nor without the sign
+        before += rf"(?<!\d[.,])(?<!(?<!{_LETTER})[-\u2212.])"
+    if part[-1].isdecimal():
+        after += r"(?![.,]\d)"
+    return re.search(before + re.escape(part) + after, text) is not None
 
 
 def assert_confidence(

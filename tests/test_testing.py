@@ -33,6 +33,12 @@ def test_answers(session: BranchSession) -> None:
     assert_answer("12", ["13", "12"])
     with pytest.raises(AssertionError, match="answer 'It is Rome', expected 'Paris' or 'Lyon'"):
         assert_answer("It is Rome", ["Paris", "Lyon"])
+    with pytest.raises(ValueError, match="expected must be non-empty"):
+        assert_answer("It is Rome", "")
+    with pytest.raises(ValueError, match="expected must be non-empty"):
+        assert_answer("It is Rome", ["Rome", " . "])
+    with pytest.raises(ValueError, match="expected must be non-empty"):
+        assert_answer("It is Rome", [])
     made = generation(session)
     assert made.text
     assert_answer(made, made.text.upper())
@@ -42,6 +48,25 @@ def test_answers(session: BranchSession) -> None:
         assert_answer(solution, "no such")
     with pytest.raises(AssertionError):
         assert_answer(solution, solution.answer[:-1] + "~")
+
+
+@pytest.mark.parametrize(
+    "text, inside, outside",
+    [
+        ("The answer is 12", ["12", "answer is 12"], ["2", "1", "answer is 1", "ans"]),
+        ("It is 2.5, or -3.", ["2.5", "-3"], ["2", "5", "3", "-2.5"]),
+        ("12,200 in 1990-1995", ["12,200", "1990", "1995"], ["12", "200", "90"]),
+        ("x=.5;y=7%", ["y=7", "7", ".5"], ["5"]),
+        ("(Paris), the parish of Île-de-France", ["paris", "(paris)", "France"], ["pari", "le"]),
+        ("答案是巴黎。", ["巴黎"], ["里昂"]),
+    ],
+)
+def test_words_and_numbers_are_whole(text: str, inside: list[str], outside: list[str]) -> None:
+    for expected in inside:
+        assert_answer(text, expected)
+    for expected in outside:
+        with pytest.raises(AssertionError):
+            assert_answer(text, expected)
 
 
 def test_confidences(session: BranchSession) -> None:
