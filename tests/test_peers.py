@@ -108,17 +108,28 @@ def optillm_module(name: str) -> Any:
     return importlib.import_module(f"optillm.{name}")
 
 
-def test_optillm_best_of_n(client: OpenAI) -> None:
+def test_optillm_best_of_n(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three answers in one call, then a rating of each. optillm would hide a call that fails and
+    ask three times, so what counts is what was asked and answered."""
     bon = optillm_module("bon")
-    before = client.engine.session.stats()
+    made: list[tuple[int | None, Any]] = []
+    create = client.chat.completions.create
+
+    def recorded(**request: Any) -> Any:
+        answer = create(**request)
+        made.append((request.get("n"), answer))
+        return answer
+
+    monkeypatch.setattr(client.chat.completions, "create", recorded)
     text, tokens = bon.best_of_n_sampling(
         "You answer in one word.", "Name a colour.", client, "rksc", 3, {"max_tokens": 8}
     )
-    after = client.engine.session.stats()
-    assert isinstance(text, str)
-    assert tokens > 0
-    # Three answers from one prefill, then three ratings after the same system message.
-    assert after.tokens_reused + after.tokens_forked > before.tokens_reused + before.tokens_forked
+    assert [n for n, _ in made] == [3, 1, 1, 1]
+    assert text in [choice.message.content for choice in made[0][1].choices]
+    assert tokens == sum(answer.usage.completion_tokens for _, answer in made)
+    # A rating's prompt begins like the others, up to the answer that it rates.
+    usages = [answer.usage for _, answer in made[2:]]
+    assert all(u.prompt_tokens_details.cached_tokens > u.prompt_tokens // 2 for u in usages)
 
 
 # ---- tree-of-thoughts-llm ------------------------------------------------------------------------
@@ -198,6 +209,14 @@ def test_reasoners_language_model(client: OpenAI) -> None:
     assert np.isfinite(scores).all()
     with pytest.raises(ValueError, match="stopping_criteria"):
         model.generate([prompt], stopping_criteria=[1])
+    aside = model.generate([prompt, prompt], retry=3, stop=None)
+    assert aside.text == greedy.text
+    with pytest.raises(ValueError, match="additional_prompt='ANSWER'"):
+        model.generate([prompt], additional_prompt="ANSWER")
+    with pytest.raises(ValueError, match="temperature=2"):
+        model.get_next_token_logits(prompt, [" Paris"], temperature=2)
+    with pytest.raises(ValueError, match="temperature=2"):
+        model.get_loglikelihood(prompt, contents, temperature=2)
 
 
 # ---- lm-evaluation-harness -----------------------------------------------------------------------
@@ -284,6 +303,60 @@ def test_settings_that_the_harness_model_cannot_keep(harness: Any, client: OpenA
         lm._sample("Hi", {"max_gen_toks": 10**6})
     with pytest.raises(ValueError, match="quantize"):
         RKSC(client, quantize=True)
+    with pytest.raises(ValueError, match="batch_size"):
+        RKSC(client, batch_size="many")
+
+
+@pytest.mark.parametrize("given, rows", [("8", 8), (8, 8), ("1", 64), ("auto:4", 64), (None, 64)])
+def test_the_harness_batch_size(
+    harness: Any, smollm2: Model, given: str | int | None, rows: int
+) -> None:
+    from rksc.clients.lm_eval import RKSC
+
+    lm = RKSC(smollm2, batch_size=given, kv_bytes="64MiB")
+    assert lm.engine.max_rows == rows
+
+
+def test_the_harness_model_samples_from_its_seed(harness: Any, client: OpenAI) -> None:
+    """Runs repeat, a request that comes again draws anew, and each answer is cached as it ends,
+    before one that fails."""
+    from lm_eval.api.instance import Instance
+
+    from rksc.clients.lm_eval import RKSC
+
+    class Hook:
+        def __init__(self) -> None:
+            self.fed: list[tuple[str, Any, Any]] = []
+
+        def add_partial(self, kind: str, request: Any, result: Any) -> None:
+            self.fed.append((kind, request, result))
+
+    def ask(seed: int, *n_new: int) -> tuple[list[str], Hook]:
+        lm = RKSC(client, seed=seed)
+        lm.cache_hook = hook = Hook()
+        settings = {"do_sample": True, "temperature": 1.5}
+        requests = [
+            Instance("generate_until", {}, ("Once", {**settings, "max_gen_toks": n}), i)
+            for i, n in enumerate(n_new)
+        ]
+        return lm.generate_until(requests, disable_tqdm=True), hook
+
+    first, hook = ask(1, 8, 8, 8)
+    assert len(set(first)) == 3
+    assert sorted(result for _, _, result in hook.fed) == sorted(first)
+    assert ask(1, 8, 8, 8)[0] == first
+    assert not set(ask(2, 8, 8, 8)[0]) & set(first)
+    lengths: list[int] = []
+    create = Hook.add_partial
+
+    def short_first(hook: Hook, kind: str, request: Any, result: Any) -> None:
+        lengths.append(request[1]["max_gen_toks"])
+        create(hook, kind, request, result)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hook, "add_partial", short_first)
+        ask(1, 12, 3, 6)
+    assert lengths == [3, 6, 12]
 
 
 # ---- imports -------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """What all clients stand on: samples of prompts, batched as they come, over one session.
 
-A caller submits samples and steps until they have ended; several threads may do so at once, and
-each step serves them all. A prompt's first sample computes what no earlier prompt has left; samples
-of equal prompts fork from it; a sample whose prompt begins like one that is being computed waits
-until it can find that work in the exact-prefix index. So no prefix is computed twice, whoever asks.
+A caller submits samples and steps until they have ended; several threads may do so at once: one of
+them steps, for all, and the others wait for each step's end. A prompt's first sample computes what
+no earlier prompt has left; samples of equal prompts fork from it; a sample whose prompt begins like
+one that is being computed waits until it can find that work in the exact-prefix index. So no prefix
+is computed twice, whoever asks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from ..types import Tokens
 
 Alternatives = tuple[NDArray[np.int64], NDArray[np.float32]]
 """The k most likely tokens and their natural log-probabilities, most likely first."""
+
+Score = tuple[NDArray[np.float32], NDArray[np.int32]]
+"""The natural log-probability of each token of a continuation, and the tokens that would have been
+most likely in their places."""
 
 _LOGITS_AT_ONCE = 64  # rows of a vocabulary's width that are held at once
 
@@ -91,7 +96,9 @@ class Engine:
         self._waiting: deque[Sample] = deque()
         self._running: dict[int, Sample] = {}
         self._requests: dict[Sample, int] = {}
-        self._lock = threading.RLock()
+        self._unwanted: deque[Sample] = deque()
+        self._turn = threading.Condition(threading.Lock())
+        self._owner: int | None = None  # the thread whose turn it is
         stats = self.session.stats()
         self._budget = stats.blocks_total * stats.block_tokens
 
@@ -136,18 +143,25 @@ class Engine:
         self._waiting.extend(samples)
 
     def cancel(self, samples: Iterable[Sample]) -> None:
-        """End what has not ended; KV is freed, tokens so far stay."""
-        with self._lock:
-            for sample in samples:
-                if not sample.ended:
-                    sample.finish_reason = "cancelled"
-                    self._retire(sample)
-                    if sample.on_token is not None:
-                        sample.on_token(sample, None)
+        """End what has not ended; KV is freed, tokens so far stay. Waits at most for the step that
+        another thread is in and for the beginning of the next."""
+        left = [sample for sample in samples if not sample.ended]
+        self._unwanted.extend(left)
+        while not all(sample.ended for sample in left):
+            self._in_turn(self._end_unwanted)
 
     def cancel_all(self) -> None:
-        with self._lock:
-            self.cancel([*self._waiting, *self._running.values()])
+        self.cancel([*self._waiting, *self._running.values()])
+
+    def fail_all(self, error: Exception) -> None:
+        """End all that wait or run with this error."""
+
+        def work() -> None:
+            for sample in [*self._waiting, *self._running.values()]:
+                self._fail(sample, error)
+
+        while not self._in_turn(work):
+            pass
 
     @property
     def n_waiting(self) -> int:
@@ -158,16 +172,50 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def step(self) -> None:
-        """Start what can start, and bring all running samples a token further. A sample that
-        cannot go on ends with its error; a step that fails as a whole ends all that run."""
-        with self._lock:
-            self._start()
-            try:
-                for token in self.session.step() if self._running else []:
-                    self._take(token)
-            except Exception as error:
-                for sample in list(self._running.values()):
-                    self._fail(sample, error)
+        """Start what can start, and bring all running samples a token further; while another
+        thread does so, wait until it has. A sample that cannot go on ends with its error; a step
+        that fails as a whole ends all that run."""
+        self._in_turn(self._step)
+
+    def _in_turn(self, work: Callable[[], None]) -> bool:
+        """Do the work; False: another thread's turn has ended instead, and the caller looks what
+        is left to do. (A lock held for each step would go to one thread again and again.)"""
+        me = threading.get_ident()
+        if self._owner == me:  # an on_token that cancels
+            work()
+            return True
+        with self._turn:
+            if self._owner is not None:
+                self._turn.wait()
+                return False
+            self._owner = me
+        try:
+            work()
+        finally:
+            with self._turn:
+                self._owner = None
+                self._turn.notify_all()
+        return True
+
+    def _step(self) -> None:
+        self._end_unwanted()
+        self._start()
+        try:
+            tokens = self.session.step() if self._running else []
+        except Exception as error:
+            for sample in list(self._running.values()):
+                self._fail(sample, error)
+            return
+        for token in tokens:
+            self._take(token)
+
+    def _end_unwanted(self) -> None:
+        while self._unwanted:
+            sample = self._unwanted.popleft()
+            if not sample.ended:
+                sample.finish_reason = "cancelled"
+                self._retire(sample)
+                self._tell(sample, None)
 
     def run(self, samples: Sequence[Sample]) -> None:
         """Bring all of them to their end, those with prefixes in common one after the other.
@@ -188,14 +236,16 @@ class Engine:
         for sample in samples:
             sample.on_token = lambda sample, token: news.append((sample, token))
         self.submit(samples)
+        left = len(samples)  # not `ended`: another thread's step may be about to tell the last
         try:
-            while news or not all(sample.ended for sample in samples):
+            while left:
                 if not news:
                     self.step()
                 while news:
                     sample, token = news.popleft()
                     if sample.error is not None:
                         raise sample.error
+                    left -= token is None or token.finish_reason is not None
                     if token is not None:
                         yield sample, token
         finally:
@@ -203,7 +253,7 @@ class Engine:
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self.max_rows:
-            sample = self._waiting[0]
+            sample, branch = self._waiting[0], None
             try:
                 branch = self._branch_for(sample)
                 if branch is None:
@@ -215,6 +265,8 @@ class Engine:
                     branch, sample.max_new_tokens, sample.sampling, sample.stop, sample.stop_ids
                 )
             except Exception as error:
+                if branch is not None:
+                    branch.drop()
                 self._fail(sample, error)
                 continue
             self._waiting.popleft()
@@ -249,12 +301,15 @@ class Engine:
             sample.logprobs.append(token.logprob)
         sample.text += token.text or ""
         if token.finish_reason is not None:
-            if sample.n_alternatives:
-                sample.alternatives = self._alternatives(sample)
-            sample.finish_reason, sample.stopped_by = token.finish_reason, token.stop
+            try:
+                if sample.n_alternatives:
+                    sample.alternatives = self._alternatives(sample)
+            except Exception as error:
+                self._fail(sample, error)
+                return
+            sample.stopped_by, sample.finish_reason = token.stop, token.finish_reason
             self._retire(sample)
-        if sample.on_token is not None:
-            sample.on_token(sample, token)
+        self._tell(sample, token)
 
     def _retire(self, sample: Sample) -> None:
         """The branch goes; what it computed stays in the index as long as there is room."""
@@ -269,8 +324,19 @@ class Engine:
     def _fail(self, sample: Sample, error: Exception) -> None:
         sample.error = error
         self._retire(sample)
-        if sample.on_token is not None:
-            sample.on_token(sample, None)
+        self._tell(sample, None)
+
+    def _tell(self, sample: Sample, token: Token | None) -> None:
+        """To its on_token; where that raises, the sample fails with the error, and no other."""
+        if sample.on_token is None:
+            return
+        try:
+            sample.on_token(sample, token)
+        except Exception as error:
+            sample.on_token = None
+            if not sample.ended:
+                self._retire(sample)
+            sample.error = sample.error or error
 
     # ---- probabilities -----------------------------------------------------------------------
 
@@ -293,28 +359,28 @@ class Engine:
             found += [(ids, row[ids]) for ids, row in zip(best, logprobs, strict=True)]
         return found
 
-    def score(
-        self, pairs: Sequence[tuple[Tokens, Tokens]], progress: Callable[[int], None] | None = None
-    ) -> list[tuple[NDArray[np.float32], NDArray[np.int32]]]:
-        """For each (context, continuation): the natural log-probability of each of the
-        continuation's tokens, and the tokens that would have been most likely in their places.
+    def scores(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Score]]:
+        """For each (context, continuation) its place in `pairs` and its `Score`, as they are done.
 
         Equal contexts are computed once and all their continuations in one batch; contexts that
-        begin alike share that. progress(n): n more pairs are done.
+        begin alike share that.
         """
         contexts: dict[tuple[int, ...], list[int]] = {}
         for i, (context, _) in enumerate(pairs):
             contexts.setdefault(tuple(int(t) for t in context), []).append(i)
-        results: dict[int, tuple[NDArray[np.float32], NDArray[np.int32]]] = {}
         for context in sorted(contexts):
             members = contexts[context]
             branch = self.session.prefill(context)
-            scores = self.session._score(branch, [pairs[i][1] for i in members])
-            results.update(zip(members, scores, strict=True))
-            branch.drop()
-            if progress is not None:
-                progress(len(members))
-        return [results[i] for i in range(len(pairs))]
+            try:
+                found = self.session._score(branch, [pairs[i][1] for i in members])
+            finally:
+                branch.drop()
+            yield from zip(members, found, strict=True)
+
+    def score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[Score]:
+        """`scores` in the order of the pairs."""
+        found = dict(self.scores(pairs))
+        return [found[i] for i in range(len(pairs))]
 
     def score_prompt(
         self, prompt: NDArray[np.int32], n_alternatives: int = 0

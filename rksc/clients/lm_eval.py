@@ -14,6 +14,7 @@ scored in one batch.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 from ..load import load
 from ..options import Sampling
+from ..results import Token
 from ._engine import Engine, Sample
 from .openai import engine_of
 
@@ -43,10 +45,13 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
     """The harness's requests on a rksc engine.
 
     pretrained: a folder or .gguf file, or a `rksc.Model`, session or client. max_length: tokens of
-    context and continuation (default: the model's positions); longer contexts lose their
-    beginning. max_gen_toks: new tokens unless a task says otherwise. add_bos_token: None
-    puts a BOS where the model wants one. batch_size: samples that run at once. device is not
-    looked at, because the harness fills in one of its own. Other arguments are the session's.
+    context and continuation (default and at most: one less than the model's positions, all of
+    which `hf` fills); longer contexts lose their beginning. max_gen_toks: new tokens unless a task
+    says otherwise. add_bos_token: None puts a BOS where the model wants one. batch_size: samples
+    that run at once; 1, which the harness fills in, and "auto" leave that to max_rows (64), and no
+    result depends on it. seed: of tasks that sample; a request that comes again (`repeats`) draws
+    anew. device is not looked at, because the harness fills in one of its own. Other arguments
+    are the session's.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
+        seed: int = 1234,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -66,8 +72,8 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
             raise ValueError(f"{sorted(unknown)[0]}: not an argument of the rksc model")
         if isinstance(pretrained, (str, Path)):
             pretrained = load(pretrained)
-        rows = max_batch_size or (batch_size if isinstance(batch_size, int) else None)
-        if rows is not None and rows > 1:
+        rows = max_batch_size or _rows(batch_size)
+        if rows > 1:
             options.setdefault("max_rows", rows)
         self.engine: Engine = engine_of(pretrained, **options)
         self.tokenizer = self.engine.tokenizer
@@ -75,6 +81,7 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         self.max_length = min(max_length or positions, positions)
         self.max_gen_toks = max_gen_toks
         self.add_bos_token = add_bos_token
+        self.seed = seed
 
     # ---- tokens ------------------------------------------------------------------------------
 
@@ -117,15 +124,15 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         **unused: Any,
     ) -> list[tuple[float, bool]]:
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+        results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="loglikelihood") as bar:
-            scores = self.engine.score(pairs, bar.update)
-        results = []
-        for (name, _, wanted), (logprobs, tops) in zip(requests, scores, strict=True):
-            greedy = bool(np.array_equal(tops, wanted[-len(tops) :]))
-            results.append((float(logprobs.sum(dtype=np.float64)), greedy))
-            if name is not None:
-                self.cache_hook.add_partial("loglikelihood", name, results[-1])
-        return results
+            for i, (logprobs, tops) in self.engine.scores(pairs):
+                greedy = bool(np.array_equal(tops, pairs[i][1]))
+                results[i] = float(logprobs.sum(dtype=np.float64)), greedy
+                bar.update()
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+        return [results[i] for i in range(len(pairs))]
 
     def _cut(
         self, context: Sequence[int], continuation: Sequence[int]
@@ -152,18 +159,24 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         return results
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        seen: Counter[str] = Counter()
+        asked: dict[Sample, Any] = {}
+        for request in requests:
+            sample = self._sample(*request.args)
+            sample.index = seen[repr(request.args)]
+            seen[repr(request.args)] += 1
+            asked[sample] = request.args
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as bar:
 
-            def note(sample: Sample, _: Any) -> None:
-                bar.update(int(sample.ended))
+            def note(sample: Sample, token: Token | None) -> None:
+                if token is not None and sample.ended:
+                    bar.update()
+                    self.cache_hook.add_partial("generate_until", asked[sample], sample.text)
 
-            samples = [self._sample(*request.args) for request in requests]
-            for sample in samples:
+            for sample in asked:
                 sample.on_token = note
-            self.engine.run(samples)
-        for request, sample in zip(requests, samples, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, sample.text)
-        return [sample.text for sample in samples]
+            self.engine.run(list(asked))
+        return [sample.text for sample in asked]
 
     def _sample(self, context: str, settings: dict[str, Any]) -> Sample:
         """A request's settings as transformers names them."""
@@ -180,7 +193,7 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
             int(s.pop("top_k", 0)),
             float(s.pop("top_p", 1.0)),
             float(s.pop("min_p", 0.0)),
-            s.pop("seed", None),
+            s.pop("seed", self.seed),
         )
         for name, value in s.items():
             if value is not None and value not in _NEUTRAL.get(name, ()):
@@ -193,6 +206,16 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
             raise ValueError(f"max_gen_toks: {n_new} leave no room in max_length {self.max_length}")
         prompt = np.array(self.tok_encode(context)[-room:], np.int32)
         return Sample(prompt, n_new, sampling, stop)
+
+
+def _rows(batch_size: int | str | None) -> int:
+    """The harness's batch size, from its command line a str; 1 where it leaves the choice."""
+    if batch_size is None or str(batch_size).startswith("auto"):
+        return 1
+    try:
+        return int(batch_size)
+    except ValueError:
+        raise ValueError(f'batch_size must be an int or "auto", got {batch_size!r}') from None
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -15,6 +15,9 @@ from ..session import BranchSession
 from ._engine import Engine, Sample, copies
 from .openai import OpenAI, engine_of
 
+# Arguments of the package's other models that say nothing about the text.
+_ASIDE = {"rate_limit_per_min", "retry"}
+
 
 class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
     """llm-reasoners' calls on a rksc engine. model: as for `rksc.clients.OpenAI`.
@@ -45,10 +48,12 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         output_log_probs: bool = False,
         stopping_criteria: Any = None,
         seed: int | None = None,
+        **others: Any,
     ) -> Any:
         """GenerateOutput(text, log_prob): for each input num_return_sequences texts; log_prob:
         float32 (new tokens,) each. Strings in eos_token_id end a text (and are left out),
-        ids too."""
+        ids too. ValueError names another argument that would change the text."""
+        _refuse(others)
         if stopping_criteria is not None:
             raise ValueError("stopping_criteria is not supported: eos_token_id takes strings")
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -81,8 +86,10 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         prompt: str | Sequence[str],
         candidates: Sequence[str] | Sequence[Sequence[str]],
         postprocess: str | None = None,
+        **others: Any,
     ) -> list[NDArray[np.float32]]:
         """For each prompt the logits of its candidates, each of which must be one token."""
+        _refuse(others)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows: list[Any] = list(candidates)
         if rows and isinstance(rows[0], str):
@@ -95,8 +102,11 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
             branch.drop()
         return found
 
-    def get_loglikelihood(self, prefix: str, contents: Sequence[str]) -> NDArray[np.float32]:
+    def get_loglikelihood(
+        self, prefix: str, contents: Sequence[str], **others: Any
+    ) -> NDArray[np.float32]:
         """float32 (contents,): log-probability of what follows the prefix in each content."""
+        _refuse(others)
         first = self.engine.encode(prefix)
         pairs = []
         for i, content in enumerate(contents):
@@ -106,6 +116,12 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
             pairs.append((first, whole[len(first) :]))
         scores = self.engine.score(pairs)
         return np.array([logprobs.sum() for logprobs, _ in scores], np.float32)
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _ASIDE and value is not None:
+            raise ValueError(f"{name}={value!r} is not supported by the rksc model")
 
 
 def _postprocessed(logits: NDArray[np.float32], how: str | None) -> NDArray[np.float32]:

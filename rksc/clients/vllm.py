@@ -70,7 +70,9 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
+    """The new tokens; not the end token or stop id, which vLLM puts at their end."""
     cumulative_logprob: float
+    """Of token_ids."""
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str
     """ "stop" or "length"."""
