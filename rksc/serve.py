@@ -13,26 +13,28 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ._core import CapacityError
 from .clients._engine import Engine, Sample
-from .clients._wire import Chunks, FieldError, Request, read_chat, read_completion, response
+from .clients._wire import Chunks, FieldError, Request, lean, read_chat, read_completion, response
 from .clients.openai import model_card
 from .results import Token
 
 MAX_BODY = 8 << 20  # bytes of a request
 MAX_WAITING = 4096  # samples in the queue; more is a 503
-LOOPBACK = ("127.0.0.1", "localhost")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Read = Callable[[Engine, Mapping[str, Any], str], Request]
 
@@ -48,7 +50,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="rksc-serve", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def submit(self, samples: list[Sample]) -> None:
+        if not self.alive:
+            raise RuntimeError("the engine's thread has ended: start the server again")
         self.engine.submit(samples)
         self._wake.set()
 
@@ -64,14 +72,20 @@ class Worker:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wake.clear()
-            while self._unwanted:
-                self.engine.cancel([self._unwanted.popleft()])
-            if self.engine.busy:
-                self.engine.step()
-            elif not self._unwanted and not self._stopping:
-                self._wake.wait()
+            try:
+                self._turn()
+            except Exception as error:
+                self.engine.fail_all(error)
         self.engine.cancel_all()
+
+    def _turn(self) -> None:
+        self._wake.clear()
+        while self._unwanted:
+            self.engine.cancel([self._unwanted.popleft()])
+        if self.engine.busy:
+            self.engine.step()
+        elif not self._unwanted and not self._stopping:
+            self._wake.wait()
 
 
 class Answer:
@@ -157,6 +171,9 @@ def _refusal(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 async def _body(connection: HTTPRequest) -> Mapping[str, Any]:
+    kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # what a web page may send anywhere is of other types
+        raise _Refused(415, f"the content type must be application/json, got {kind or 'none'}")
     data = bytearray()
     async for piece in connection.stream():
         data += piece
@@ -196,6 +213,8 @@ class Service:
         return JSONResponse({"object": "list", "data": [model_card(self._engine.name)]})
 
     async def health(self, _: HTTPRequest) -> Response:
+        if self._worker is None or not self._worker.alive:
+            return JSONResponse(_error(503, "the engine's thread has ended"), 503)
         return JSONResponse({"status": "ok"})
 
     async def _complete(self, connection: HTTPRequest, read: Read) -> Response:
@@ -212,7 +231,7 @@ class Service:
             if not await answer.wait(connection):
                 return Response(status_code=499)  # nobody reads it
             made = await run_in_threadpool(response, self._engine, request)
-            return JSONResponse(made)
+            return JSONResponse(lean(made))
         except Exception as error:
             status, refusal = _refusal(error)
             return JSONResponse(refusal, status)
@@ -234,14 +253,41 @@ class Service:
 
 
 def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+    return f"data: {json.dumps(lean(value))}\n\n"
 
 
-def application(engine: Engine, hosts: list[str] | None = None) -> Starlette:
-    """The ASGI application. hosts: names under which it may be called (None: any), so that a
-    web page cannot reach a server on the loopback by a name of its own."""
+class Guard:
+    """Refuses what a web page from elsewhere sends through its reader's browser: by a host name of
+    its own that leads to this address, or across origins, which a browser lets pass and names."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> Response | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        own = _host_name(f"//{host}")
+        if self._hosts is not None and own not in self._hosts:
+            return JSONResponse(_error(400, f"this server is not called {host!r}"), 400)
+        if origin is not None and (_host_name(origin) or origin) not in (own, *LOOPBACK):
+            return JSONResponse(_error(403, f"web pages of {origin} are refused"), 403)
+        return None
+
+
+def _host_name(url: str) -> str | None:
+    """In lower case, without port and brackets; None where there is none."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def application(engine: Engine, hosts: Collection[str] | None = None) -> Starlette:
+    """The ASGI application. hosts: names under which it may be called; None: any."""
     service = Service(engine)
-    guard = [] if hosts is None else [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     return Starlette(
         routes=[
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
@@ -249,7 +295,7 @@ def application(engine: Engine, hosts: list[str] | None = None) -> Starlette:
             Route("/v1/models", service.models),
             Route("/health", service.health),
         ],
-        middleware=guard,
+        middleware=[Middleware(Guard, hosts=hosts)],
         lifespan=service.lifespan,
     )
 
@@ -259,7 +305,7 @@ def serve(engine: Engine, host: str = "127.0.0.1", port: int = 8000) -> None:
     address is taken."""
     import uvicorn
 
-    hosts = list(LOOPBACK) if host in LOOPBACK else None
+    hosts = LOOPBACK if host in LOOPBACK else None
     config = uvicorn.Config(
         application(engine, hosts), log_level="warning", timeout_graceful_shutdown=3
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from reference import log_softmax
 from rksc import BranchSession, CapacityError, Model, ModelConfig, Sampling, Tensor
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._engine import Engine, Sample, copies
+from rksc.clients._wire import lean
 from rksc.clients.tot import gpt_of
 
 Make = Callable[..., BranchSession]
@@ -180,7 +182,7 @@ def test_a_stream_adds_up_to_the_answer(client: OpenAI) -> None:
     got, reasons, logprobs = [""] * 3, [""] * 3, [[], [], []]  # type: ignore[var-annotated]
     for chunk in chunks[:-1]:
         (choice,) = chunk.choices
-        got[choice.index] += choice.delta.get("content") or ""
+        got[choice.index] += choice.delta.content or ""
         reasons[choice.index] = choice.finish_reason or reasons[choice.index]
         logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
     assert got == texts(whole)
@@ -276,6 +278,31 @@ def test_answers_are_attributes_and_dicts(client: OpenAI) -> None:
     with pytest.raises(AttributeError):
         _ = answer.nothing
     assert client.models.list().data[0].id == client.name
+    assert [model.id for model in client.models.list()] == [client.name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_optional_attributes_are_none(client: OpenAI, stream: bool) -> None:
+    """Code for the openai package reads them without asking; JSON does without them."""
+    made = client.chat.completions.create(messages=ASK, max_tokens=3, seed=1, stream=stream)
+    answers = list(made) if stream else [made]
+    for answer in answers:
+        assert answer.system_fingerprint is answer.service_tier is None
+        assert (answer.usage is None) == stream
+        (choice,) = answer.choices
+        said = choice.delta if stream else choice.message
+        assert said.function_call is said.tool_calls is said.refusal is said.audio is None
+        sent = lean(answer)
+        assert None not in sent.values()
+        assert None not in sent["choices"][0]["delta" if stream else "message"].values()
+        assert sent["choices"][0]["finish_reason"] == choice.finish_reason
+    if stream:
+        assert answers[0].choices[0].delta.role == "assistant"
+        assert answers[-1].choices[0].delta.content is answers[-1].choices[0].delta.role is None
+        assert lean(answers[-1])["choices"][0]["delta"] == {}
+    else:
+        assert made.usage.completion_tokens_details is None
+        assert made.usage.prompt_tokens_details.audio_tokens is None
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -300,6 +327,11 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("seed", {"seed": "x"}),
     ("stop", {"stop": [""]}),
     ("stop", {"stop": 3}),
+    ("stop", {"stop": "\ud800"}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"add_generation_prompt": False}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"template": "x"}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {3: 1}}),
     ("stop_token_ids", {"stop_token_ids": [97]}),
     ("logprobs", {"logprobs": 2}),
     ("top_logprobs", {"top_logprobs": 2}),
@@ -384,6 +416,53 @@ def test_threads_are_batched_and_get_their_own(make_client: Callable[..., OpenAI
     assert client.engine.session.stats().steps < alone.engine.session.stats().steps
 
 
+def test_a_short_request_does_not_wait_for_a_long_one(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads: while one brings 150 tokens to their end, the other gets its one and goes, and
+    closes a stream that it has begun. Steps take at least 10 ms, so that they overlap."""
+    engine, step = client.engine, client.engine.session.step
+    begun = threading.Event()
+
+    def slow() -> Any:
+        time.sleep(0.01)
+        return step()
+
+    def begins(sample: Sample, token: Any) -> None:
+        begun.set()
+
+    monkeypatch.setattr(engine.session, "step", slow)
+    long = Sample(engine.encode(LONG), 150, stop_ids=(), on_token=begins)
+    thread = threading.Thread(target=engine.run, args=([long],))
+    thread.start()
+    assert begun.wait(60)
+    short = client.completions.create(prompt="YES", max_tokens=1)
+    with client.completions.create(prompt="NO", max_tokens=100, stream=True) as stream:
+        next(stream)
+    reached = len(long.tokens)
+    thread.join(60)
+    assert short.usage.completion_tokens == 1
+    assert reached < 100
+    assert len(long.tokens) == 150
+    assert engine.session.stats().branches == 0
+
+
+def test_a_listener_may_cancel(client: OpenAI) -> None:
+    """From inside the step, its own sample and one that comes later in it."""
+    engine = client.engine
+    samples = copies(Sample(engine.encode(LONG), 20, stop_ids=()), 3)
+
+    def enough(sample: Sample, token: Any) -> None:
+        if len(sample.tokens) == 3:
+            engine.cancel(samples[:2])
+
+    samples[0].on_token = enough
+    engine.run(samples)
+    assert [sample.finish_reason for sample in samples] == ["cancelled", "cancelled", "length"]
+    assert len(samples[2].tokens) == 20
+    assert engine.session.stats().branches == 0
+
+
 def test_a_failed_step_ends_what_runs_and_no_more(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,13 +483,44 @@ def test_a_failed_step_ends_what_runs_and_no_more(
 def test_a_sample_that_cannot_begin_fails_alone(client: OpenAI) -> None:
     engine = client.engine
     prompt = engine.encode(LONG)
-    good, bad = Sample(prompt, 3), Sample(prompt, 3, stop=("",))
-    engine.submit([bad, good])
+    good = Sample(prompt, 3)
+    bad = [Sample(prompt, 3, stop=(stop,)) for stop in ("", "\ud800")]
+    engine.submit([*bad, good])
     while engine.busy:
         engine.step()
-    assert isinstance(bad.error, ValueError)
+    assert all(isinstance(sample.error, ValueError) for sample in bad)
     assert good.error is None
     assert len(good.tokens) == 3
+    assert engine.session.stats().branches == 0
+
+
+def test_a_sample_whose_listener_or_alternatives_fail_fails_alone(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = client.engine
+
+    def full(*_: Any) -> None:
+        raise CapacityError("no room for the pass over the new tokens")
+
+    def listen(sample: Sample, token: Any) -> None:
+        if len(sample.tokens) == sample.index:
+            raise RuntimeError(f"enough after {sample.index}")
+
+    monkeypatch.setattr(engine, "_alternatives", full)
+    like = Sample(engine.encode(LONG), 4, stop_ids=())
+    good, early, late, scored = copies(like, 4)
+    early.index, late.index, scored.n_alternatives = 2, 4, 3
+    early.on_token = late.on_token = listen
+    engine.submit([early, scored, good, late])
+    while engine.busy:
+        engine.step()
+    assert good.error is None
+    assert len(good.tokens) == 4
+    assert [str(s.error) for s in (early, late)] == ["enough after 2", "enough after 4"]
+    assert isinstance(scored.error, CapacityError)
+    assert engine.session.stats().branches == 0
+    with pytest.raises(CapacityError, match="no room"):
+        client.chat.completions.create(messages=ASK, max_tokens=2, logprobs=True, top_logprobs=1)
 
 
 def test_cancelled_samples_leave_the_queue(client: OpenAI) -> None:

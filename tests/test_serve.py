@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ ANSWER: dict[str, Any] = {
 class Server:
     """The application under uvicorn in a thread of this process."""
 
-    def __init__(self, engine: Engine, hosts: list[str] | None) -> None:
+    def __init__(self, engine: Engine, hosts: Collection[str] | None) -> None:
         import uvicorn
 
         self.engine = engine
@@ -75,6 +75,13 @@ class Server:
         connection.close()
         return reply.status, json.loads(text) if text[:1] == b"{" else {"text": text.decode()}
 
+    def post(self, **fields: Any) -> http.client.HTTPConnection:
+        """A chat whose reply is still to come."""
+        connection = self.connect()
+        kind = {"Content-Type": "application/json; charset=utf-8"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(fields), kind)
+        return connection
+
     def chat(self, **fields: Any) -> tuple[int, dict[str, Any]]:
         return self.request("POST", "/v1/chat/completions", fields)
 
@@ -86,7 +93,7 @@ def engine(make_session: Callable[..., BranchSession]) -> Engine:
 
 @pytest.fixture
 def server(engine: Engine) -> Iterator[Server]:
-    server = Server(engine, ["127.0.0.1", "localhost"])
+    server = Server(engine, module.LOOPBACK)
     yield server
     server.stop()
     assert engine.session.stats().branches == 0
@@ -131,9 +138,7 @@ def events(reply: http.client.HTTPResponse) -> Iterator[Any]:
 
 
 def test_a_stream_adds_up(server: Server, make_session: Callable[..., BranchSession]) -> None:
-    connection = server.connect()
-    body = json.dumps({**ANSWER, "stream": True, "stream_options": {"include_usage": True}})
-    connection.request("POST", "/v1/chat/completions", body)
+    connection = server.post(**ANSWER, stream=True, stream_options={"include_usage": True})
     reply = connection.getresponse()
     assert reply.headers["content-type"].startswith("text/event-stream")
     *chunks, last, done = events(reply)
@@ -164,9 +169,7 @@ def test_concurrent_requests_share_steps(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_frees_the_branches(server: Server, stream: bool) -> None:
-    connection = server.connect()
-    body = json.dumps({**ANSWER, "max_tokens": 400, "stream": stream})
-    connection.request("POST", "/v1/chat/completions", body)
+    connection = server.post(**{**ANSWER, "max_tokens": 400}, stream=stream)
     eventually(lambda: server.engine.session.stats().branches == 3)
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_RDWR)
@@ -221,8 +224,7 @@ def test_a_failed_step_is_a_500(server: Server, monkeypatch: pytest.MonkeyPatch)
         status, answer = server.chat(**ANSWER)
         assert status == 500
         assert answer["error"]["message"] == "no step today"
-        connection = server.connect()
-        connection.request("POST", "/v1/chat/completions", json.dumps({**ANSWER, "stream": True}))
+        connection = server.post(**ANSWER, stream=True)
         *_, error, done = events(connection.getresponse())
         connection.close()
         assert error["error"]["message"] == "no step today"
@@ -237,9 +239,64 @@ def test_models_and_health(server: Server) -> None:
     assert server.request("GET", "/health") == (200, {"status": "ok"})
 
 
+def test_an_error_outside_a_step_ends_what_waits_and_no_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no start today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "step", fail)
+        status, answer = server.chat(**ANSWER)
+        assert (status, answer["error"]["message"]) == (500, "no start today")
+    assert server.request("GET", "/health")[0] == 200
+    assert server.chat(**ANSWER)[0] == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_health_tells_that_the_thread_has_ended(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(server.engine, "step", end)
+    connection = server.post(**ANSWER)
+    eventually(lambda: server.request("GET", "/health")[0] == 503)
+    connection.close()
+    status, answer = server.chat(**ANSWER)
+    assert status == 500
+    assert "thread has ended" in answer["error"]["message"]
+    server.engine.cancel_all()
+
+
 def test_other_host_names_are_refused(server: Server) -> None:
-    assert server.request("GET", "/v1/models", Host="evil.example")[0] == 400
-    assert server.request("GET", "/v1/models", Host=f"localhost:{server.port}")[0] == 200
+    for host in ("evil.example", "127.0.0.1.evil.example", "[::2]:80", "[", ""):
+        assert server.request("GET", "/v1/models", Host=host)[0] == 400
+    for host in ("localhost", "127.0.0.1", "[::1]", "LOCALHOST"):
+        assert server.request("GET", "/v1/models", Host=f"{host}:{server.port}")[0] == 200
+
+
+@pytest.mark.parametrize("hosts", [module.LOOPBACK, None])
+def test_web_pages_from_elsewhere_are_refused(engine: Engine, hosts: Collection[str]) -> None:
+    """A browser sends a page's POST across origins without asking, if it looks like a form's."""
+    server = Server(engine, hosts)
+    try:
+        body = {"prompt": "abc", "max_tokens": 1}
+        for origin in ("https://evil.example", "http://127.0.0.1.evil.example", "null", "", "//["):
+            status, answer = server.request("POST", "/v1/completions", body, Origin=origin)
+            assert status == 403
+            assert origin in answer["error"]["message"]
+        for origin in ("http://localhost:3000", "http://[::1]", f"http://127.0.0.1:{server.port}"):
+            assert server.request("POST", "/v1/completions", body, Origin=origin)[0] == 200
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            headers = {"Content-Type": kind}
+            status, answer = server.request("POST", "/v1/completions", body, **headers)
+            assert status == 415
+            assert "application/json" in answer["error"]["message"]
+        assert engine.session.stats().steps == 3
+    finally:
+        server.stop()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -256,7 +313,8 @@ def test_the_command_serves_until_ctrl_c(smollm2: Any) -> None:
             assert address is not None, line
             connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=60)
             body = {"messages": ASK, "max_tokens": 500, "stream": True}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            kind = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), kind)
             reply = connection.getresponse()
             assert next(events(reply))["choices"][0]["delta"]["role"] == "assistant"
             process.send_signal(signal.SIGINT)  # while it answers

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..options import Sampling
 from ..results import Token
+from ..text import check_text
 from ._engine import Alternatives, Engine, Sample, copies
 from ._record import Record
 
@@ -54,6 +55,19 @@ _CHAT = _SAMPLING | {
     "continue_final_message", "chat_template_kwargs",
 }  # fmt: skip
 _COMPLETION = _SAMPLING | {"prompt", "echo"}
+# What a chat template gets from fields of their own.
+_RENDERED = {
+    "self", "template", "messages", "add_generation_prompt", "continue_final",
+    "continue_final_message",
+}  # fmt: skip
+
+# Optional keys of openai's objects: None where there is nothing to say, and then `lean` leaves
+# them out.
+_ANSWER = dict.fromkeys(("service_tier", "system_fingerprint", "usage"))
+_MESSAGE = dict.fromkeys(
+    ("role", "content", "refusal", "annotations", "audio", "function_call", "tool_calls")
+)
+_OPTIONAL = {*_ANSWER, *_MESSAGE, "completion_tokens_details", "audio_tokens"}
 
 
 class FieldError(ValueError):
@@ -109,6 +123,11 @@ class Fields:
         found = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(text, str) and text for text in found):
             self.refuse(name, "non-empty strings")
+        try:
+            for text in found:
+                check_text(name, text)
+        except ValueError as error:
+            raise FieldError(name, str(error)) from None
         return found
 
 
@@ -146,6 +165,9 @@ def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
     f = Fields(body, _CHAT)
     messages = _messages(f)
     options = f.get("chat_template_kwargs", dict, "an object", {})
+    for name in options:
+        if not isinstance(name, str) or name in _RENDERED:
+            raise FieldError("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}")
     going_on = f.flag("continue_final_message")
     opening = f.flag("add_generation_prompt", not going_on)
     try:
@@ -287,9 +309,7 @@ def response(engine: Engine, request: Request) -> Record:
         choice: dict[str, Any] = {"index": i}
         text = _text(request, sample)
         if request.chat:
-            choice["message"] = {
-                "role": "assistant", "content": text, "refusal": None, "tool_calls": None,
-            }  # fmt: skip
+            choice["message"] = _MESSAGE | {"role": "assistant", "content": text}
             choice["logprobs"] = _chat_logprobs(engine, sample) if request.logprobs else None
         else:
             scored = _Scored([], [], [])
@@ -315,12 +335,23 @@ def usage(request: Request) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in firsts)},
-    }
+        "prompt_tokens_details": {
+            "cached_tokens": sum(s.cached_tokens for s in firsts), "audio_tokens": None,
+        },
+        "completion_tokens_details": None,
+    }  # fmt: skip
+
+
+def lean(value: Any) -> Any:
+    """An answer or chunk as JSON has it: without the optional keys that are None."""
+    if isinstance(value, Mapping):
+        return {k: lean(v) for k, v in value.items() if v is not None or k not in _OPTIONAL}
+    return [lean(item) for item in value] if isinstance(value, list) else value
 
 
 def _head(request: Request, kind: str) -> dict[str, Any]:
-    return {"id": request.id, "object": kind, "created": request.created, "model": request.model}
+    own = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
+    return own | _ANSWER
 
 
 def _text(request: Request, sample: Sample) -> str:
@@ -375,7 +406,7 @@ class Chunks:
         news = {} if finish else {"content": text}
         choice: dict[str, Any] = {"index": i}
         if self._request.chat:
-            choice["delta"] = news if role is None else {"role": role, **news}
+            choice["delta"] = _MESSAGE | news | {"role": role}
         else:
             choice["text"] = text
         choice |= {"logprobs": logprobs, "finish_reason": finish}

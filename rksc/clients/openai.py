@@ -85,13 +85,20 @@ class _Chat:
         self.completions = completions
 
 
+class _Page(Record):
+    """A list whose iteration gives its items, as that of openai's pages does."""
+
+    def __iter__(self) -> Iterator[Record]:  # type: ignore[override]  # not the keys
+        return iter(self["data"])
+
+
 class _Models:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def list(self) -> Record:
+    def list(self) -> _Page:
         """The one model there is."""
-        return Record({"object": "list", "data": [model_card(self._name)]})
+        return _Page({"object": "list", "data": [model_card(self._name)]})
 
 
 class OpenAI:
