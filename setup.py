@@ -1,8 +1,9 @@
 """Build rksc._core: every .c below csrc (but the CUDA backend), each with the flags of its file.
 
 RKSC_WERROR=1 makes warnings errors, RKSC_SANITIZE=1 adds the address and undefined-behaviour
-sanitizers, CFLAGS and CC work as usual. Objects compile side by side and only when they, a header
-or their flags changed.
+sanitizers, CFLAGS and CC work as usual. RKSC_DLPACK_INCLUDE names a folder with dlpack/dlpack.h
+where apache-tvm-ffi is not installed. Objects compile side by side and only when they, a header or
+their flags changed.
 
 RKSC_CUDA=auto|on|off: the CUDA backend, rksc._cuda, a shared object that nothing but
 rksc.cuda.library opens. auto builds it where nvcc, the runtime and cuBLAS are found, in a CUDA
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -50,12 +52,18 @@ ISA_FLAGS = {
 
 def dlpack_include() -> str:
     """Folder of <dlpack/dlpack.h>, found without importing the package that brings it."""
+    given = os.environ.get("RKSC_DLPACK_INCLUDE")
     spec = importlib.util.find_spec("tvm_ffi")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        include = Path(folder) / "include"
+    found = [Path(p) / "include" for p in (spec.submodule_search_locations or [])] if spec else []
+    for include in [Path(given)] if given else found:
         if (include / "dlpack" / "dlpack.h").is_file():
             return str(include)
-    raise SystemExit("building rksc needs dlpack.h: pip install apache-tvm-ffi")
+    raise SystemExit(
+        f"RKSC_DLPACK_INCLUDE={given}: no dlpack/dlpack.h there"
+        if given
+        else "building rksc needs dlpack.h: pip install apache-tvm-ffi, or name the folder with "
+        "dlpack/dlpack.h in RKSC_DLPACK_INCLUDE"
+    )
 
 
 def sources() -> list[str]:
@@ -91,6 +99,14 @@ def _cuda_roots() -> Iterator[Path]:
         yield Path(folder) / "cu13"
 
 
+def _is_older(root: Path) -> bool:
+    """Are there headers of a CUDA before 13?"""
+    header = root / "include" / "cuda_runtime_api.h"
+    text = header.read_text("utf-8", "replace") if header.is_file() else ""
+    found = re.search(r"^#define CUDART_VERSION +(\d+)", text, re.MULTILINE)
+    return found is not None and int(found[1]) < 13000
+
+
 def find_cuda() -> Cuda | None:
     """None: without CUDA, as RKSC_CUDA and the machine have it."""
     wish = os.environ.get("RKSC_CUDA", "auto")
@@ -98,7 +114,7 @@ def find_cuda() -> Cuda | None:
         raise SystemExit(f"RKSC_CUDA={wish}: it is auto, on or off")
     if wish == "off":
         return None
-    roots = list(_cuda_roots())
+    roots = [root for root in _cuda_roots() if not _is_older(root)]
     wanted = {
         "nvcc": [root / "bin" / "nvcc" for root in roots],
         "cuda_runtime.h": [root / "include" / "cuda_runtime.h" for root in roots],
@@ -132,7 +148,8 @@ def nvcc_flags(cuda: Cuda) -> list[str]:
     code.append(f"-gencode=arch=compute_{archs[0]},code=compute_{archs[0]}")
     include = [f"-I{folder}" for folder in ("csrc", "csrc/cuda", *cuda.include)]
     host = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"
-    return ["-std=c++17", "-O3", "-Werror", "all-warnings", host, *code, *include]
+    strict = ["-Werror", "all-warnings"] if os.environ.get("RKSC_WERROR") == "1" else []
+    return ["-std=c++17", "-O3", *strict, host, *code, *include]
 
 
 # ---- compiling ---------------------------------------------------------------------------------

@@ -1,24 +1,34 @@
-"""The first run on a real GPU, in two parts that can run apart; no network is needed.
+"""The first run on a real GPU, in two halves that can run apart; no network is needed.
 
-    python benchmarks/gpu_check.py correct [--json FILE]    # builds, tests, compares: 4 minutes
-    python benchmarks/gpu_check.py speed [--json FILE]      # measures: 4 minutes
+    python benchmarks/gpu_check.py correct [--json FILE]    # builds, tests, compares: 5 minutes
+    python benchmarks/gpu_check.py speed [--json FILE]      # measures: 5 minutes
 
-correct  builds rksc for this GPU alone (RKSC_CUDA_ARCHS), runs the tests of sessions with
-         --device cuda, compares logits with transformers on the same GPU, times ASKS, CGEE, RSBCM.
-speed    W1 and W2 on random models of 1B and 7B shape in bfloat16 beside transformers with a shared
-         cache; attention as a fraction of measured bandwidth and matrix rate; launch gaps.
+correct  builds rksc for this GPU alone (RKSC_CUDA_ARCHS), runs small sessions, plainly and under
+         compute-sanitizer where it is installed, and the tests of sessions with --device cuda;
+         compares logits with transformers on the same GPU; times ASKS, CGEE, RSBCM.
+speed    W1 and W2 on random models of 1B and 7B shape in bfloat16, attention as a fraction of
+         measured bandwidth and matrix rate, launch gaps; then transformers with a shared cache.
 
-Needs nvcc, torch with CUDA, pytest and hypothesis; transformers where it is installed. Results are
-printed and written as one JSON, to which the other part adds. --device cpu --models tiny tries the
-script itself, without a GPU.
+Each part is a process of its own with a time limit, so none takes another along; any can be named
+alone ("steps:7B"). Results are printed and written as one JSON, to which later parts add; what a
+part prints, a traceback or the tests' output, is in the .log beside it. Both lie in $OUT where that
+is set, else in build/.
+
+Needs nvcc, torch with CUDA, setuptools, pytest and hypothesis; transformers where it is installed.
+dlpack.h is torch's where neither apache-tvm-ffi nor RKSC_DLPACK_INCLUDE brings it. --device cpu
+--models tiny tries the script itself, without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -102,21 +112,19 @@ def session_of(
 
 
 def hugging_face(
-    config: dict[str, Any], weights: dict[str, Any], options: argparse.Namespace
+    config: dict[str, Any], weights: dict[str, Any], options: argparse.Namespace, dtype: Any
 ) -> Any:
-    """transformers' model over the same weights, or None where it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        return None
+    """transformers' model of the same numbers; in bfloat16 its matrices are those of `weights`."""
+    import transformers
+
     torch = torch_of(options)
     fields = {k: v for k, v in {**COMMON, **config}.items() if k not in ("architectures",)}
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
-    half = {name: w.to(torch.bfloat16) for name, w in weights.items()}
+    theirs = {name: w.to(dtype) for name, w in weights.items()}
     if config["tie_word_embeddings"]:
-        half["lm_head.weight"] = half["model.embed_tokens.weight"]
-    model.load_state_dict(half, assign=True)
+        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
+    model.load_state_dict(theirs, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(options.device)
     return model.eval()
 
@@ -141,9 +149,14 @@ def timed(options: argparse.Namespace, work: Callable[[], Any], least: int = 3) 
 
 def build(options: argparse.Namespace) -> dict[str, Any]:
     """The extension in place, for this GPU alone."""
-    environment = dict(os.environ)
+    torch, environment = torch_of(options), dict(os.environ)
+    if not importlib.util.find_spec("tvm_ffi") and "RKSC_DLPACK_INCLUDE" not in environment:
+        header = ROOT / "build" / "include" / "dlpack" / "dlpack.h"
+        header.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(torch.__file__).parent / "include" / "ATen" / "dlpack.h", header)
+        environment["RKSC_DLPACK_INCLUDE"] = str(header.parent.parent)
     if options.device != "cpu":
-        major, minor = torch_of(options).cuda.get_device_capability()
+        major, minor = torch.cuda.get_device_capability()
         arch = f"{major}{minor}"
         known = re.findall(r'"(\d+)"', (ROOT / "setup.py").read_text("utf-8").split("ARCHS = ")[1])
         environment["RKSC_CUDA"] = "on"
@@ -156,58 +169,123 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "archs": environment.get("RKSC_CUDA_ARCHS")}
 
 
-def run_tests(options: argparse.Namespace) -> dict[str, Any]:
-    """The tests of sessions on the device; the last line and what failed."""
-    device = "cpu" if options.device == "cpu" else "cuda"
-    command = [sys.executable, "-m", "pytest", "-q", "--device", device, "-m",
-               "not oracle and not slow", "tests/test_session.py", "tests/test_mechanisms.py",
-               "tests/test_identities.py"]  # fmt: skip
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
-        )
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return {"timeout": True, "output": text[-500:]}
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE)
-    return {"summary": done.stdout.strip().splitlines()[-1], "failed": failed}
-
-
-def against_transformers(options: argparse.Namespace) -> dict[str, Any]:
-    """Logits of a prompt, of a forked branch, and the mean KL divergence, beside transformers."""
-    torch, config = torch_of(options), MODELS[options.models[0]]
-    weights = random_weights(config, options)
-    model = hugging_face(config, weights, options)
-    if model is None:
-        return {"skipped": "transformers is not installed"}
+def small(options: argparse.Namespace) -> dict[str, Any]:
+    """A prefill, a fork and a replayed generation with each kind of head; weights from the host."""
     import numpy as np
 
-    rng = np.random.default_rng(5)
-    tokens = [int(t) for t in rng.integers(0, config["vocab_size"], 200)]
-    session = session_of(config, weights, options)
-    kid = session.prefill(tokens[:150]).fork([tokens[150:]])[0]
-    with torch.no_grad():
-        ids = torch.tensor([tokens], device=options.device)
-        theirs = model(ids).logits[0, -1].float().cpu().numpy().astype(np.float64)
-    ours = kid.logits.astype(np.float64)
-    p, q = (x - x.max() - np.log(np.exp(x - x.max()).sum()) for x in (theirs, ours))
+    found = {}
+    host = argparse.Namespace(**{**vars(options), "device": "cpu"})
+    for head in (64, 128, 20):  # 20: the plain kernel
+        config = {**MODELS["tiny"], "head_dim": head}
+        session = session_of(config, random_weights(config, host), options, kv_bytes="64MiB")
+        kids = session.prefill(list(range(300))).fork([[i] for i in range(8)])
+        session.generate(kids, 5, stop_ids=())
+        found[f"head {head}"] = bool(all(np.isfinite(kid.logits).all() for kid in kids))
+    if not all(found.values()):
+        raise ArithmeticError(f"logits that are not finite: {found}")
+    return found
+
+
+def memcheck(options: argparse.Namespace) -> dict[str, Any]:
+    """`small` under compute-sanitizer; the log has what it says."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).is_file():
+        return {"skipped": "compute-sanitizer is not installed"}
+    target = options.result.with_suffix(".small")
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__,
+               "small", "--device", options.device, "--result", str(target)]  # fmt: skip
+    done = subprocess.run(command, check=False)
+    finished = target.exists()
+    target.unlink(missing_ok=True)
+    return {"returncode": done.returncode, "finished": finished}
+
+
+def tests(options: argparse.Namespace) -> dict[str, Any]:
+    """The tests of sessions on the device: the closing line and what failed."""
+    device = "cpu" if options.device == "cpu" else "cuda"
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--maxfail=20",
+               "--device", device, "-m", "not oracle and not slow", "-p", "no:cacheprovider",
+               "tests/test_session.py", "tests/test_mechanisms.py",
+               "tests/test_identities.py"]  # fmt: skip
+    lines = []
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return {
-        "copied_bytes": session.copied_bytes,
-        "largest_difference": float(np.abs(ours - theirs).max() / np.abs(theirs).max()),
-        "kl_nats": float((np.exp(p) * (p - q)).sum()),
-        "same_top": int(ours.argmax()) == int(theirs.argmax()),
-    }
+        "returncode": running.returncode, "summary": lines[-1] if lines else "", "failed": failed
+    }  # fmt: skip
 
 
-def mechanisms(options: argparse.Namespace) -> dict[str, float]:
+def logits(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The last logits of 8 forks of a long prefix, before and after a generation in which graphs
+    are captured and replayed, beside transformers in float32.
+
+    `ours` and `theirs` (transformers in bfloat16) are the largest differences from float32, as a
+    fraction of the largest logit; ours may be twice theirs.
+    """
+    import numpy as np
+
+    torch, config = torch_of(options), MODELS[name]
+    weights = random_weights(config, options)
+    rng = np.random.default_rng(5)
+    n_prefix, n_kids, n_new = (100, 3, 5) if options.device == "cpu" else (1500, 8, 6)
+    prefix, *suffixes = (
+        rng.integers(0, config["vocab_size"], n).tolist() for n in [n_prefix, *[16] * n_kids]
+    )
+    session = session_of(config, weights, options)
+    kids = session.prefill(prefix).fork(suffixes)
+    texts, ours = [], []
+    for new in (0, n_new):
+        if new:
+            session.generate(kids, new, stop_ids=())
+        session.compute(kids)
+        texts.append([kid.tokens.tolist() for kid in kids])
+        ours.append(np.stack([kid.logits for kid in kids]).astype(np.float64))
+
+    def peer_logits(dtype: Any) -> list[Any]:
+        model = hugging_face(config, weights, options, dtype)
+        with torch.no_grad():
+            return [
+                model(torch.tensor(rows, device=options.device), logits_to_keep=1)
+                .logits[:, -1].double().cpu().numpy()
+                for rows in texts
+            ]  # fmt: skip
+
+    def normed(x: Any) -> Any:
+        x = x - x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    found: dict[str, Any] = {"copied_bytes": session.copied_bytes, "sound": True}
+    both = zip(("forked", "generated"), ours, peer_logits(torch.float32),
+               peer_logits(torch.bfloat16), strict=True)  # fmt: skip
+    for when, mine, exact, half in both:
+        largest = np.abs(exact).max()
+        off, allowed = (float(np.abs(x - exact).max() / largest) for x in (mine, half))
+        p, q = normed(exact), normed(mine)
+        found[when] = {
+            "ours": off, "theirs": allowed, "rows": len(mine),
+            "kl_nats": float((np.exp(p) * (p - q)).sum(-1).max()),
+            "same_top": int((mine.argmax(-1) == exact.argmax(-1)).sum()),
+            "same_top_theirs": int((half.argmax(-1) == exact.argmax(-1)).sum()),
+        }  # fmt: skip
+        found["sound"] &= bool(off <= 2 * allowed + 1e-3)  # NaN is not
+    return found
+
+
+def mechanisms(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Seconds of a similar prefill (ASKS), a verification with shortcuts and without (CGEE), a
     generation after an eviction (RSBCM)."""
     from rksc import ASKS, CGEE
     from rksc.bench import Shape, workload
 
-    config = MODELS[options.models[0]]
-    small = options.device == "cpu"
-    work = workload(config["vocab_size"], Shape(prefix=64, branches=4) if small else Shape())
+    config = MODELS[name]
+    tiny = options.device == "cpu"
+    work = workload(config["vocab_size"], Shape(prefix=64, branches=4) if tiny else Shape())
     session = session_of(config, random_weights(config, options), options)
     session.asks = ASKS.paper()
     root = session.prefill(work.prefix)
@@ -234,45 +312,64 @@ def mechanisms(options: argparse.Namespace) -> dict[str, float]:
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """The GPU, its measured bandwidth (a copy of 2 GiB) and bf16 matrix rate (8192 cubed)."""
+    """The GPU, its measured bandwidths (copying 2 GiB, adding up 2 GiB) and bf16 matrix rate
+    (8192 cubed)."""
     torch = torch_of(options)
     if options.device == "cpu":
         return {"name": "cpu", "bytes_per_second": 1.0, "flop_per_second": 1.0}
-    a = torch.empty(1 << 30, dtype=torch.uint8, device=options.device)
+    a = torch.ones(1 << 29, device=options.device)
     b = torch.empty_like(a)
     copy = timed(options, lambda: b.copy_(a))
+    read = timed(options, a.sum)
     x = torch.randn(8192, 8192, dtype=torch.bfloat16, device=options.device)
     product = timed(options, lambda: x @ x)
     return {
         "name": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "bytes_per_second": 2 * a.numel() / copy, "flop_per_second": 2 * 8192**3 / product,
+        "copied_bytes_per_second": 2 * a.nbytes / copy, "read_bytes_per_second": a.nbytes / read,
+        "bytes_per_second": max(2 * a.nbytes / copy, a.nbytes / read),
+        "flop_per_second": 2 * 8192**3 / product,
     }  # fmt: skip
 
 
+def shapes(options: argparse.Namespace) -> dict[str, Any]:
+    from rksc.bench import Shape
+
+    if options.device == "cpu":
+        return {"W1": Shape(prefix=64, branches=2, suffix=4, new=4, verify=3)}
+    return {"W1": Shape(), "W2": Shape(prefix=4096, branches=32)}
+
+
 def branching(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """W1 and W2, the quicker of two runs by phase, and transformers with a shared cache."""
-    from rksc.bench import Shape, shared, workload
+    """Seconds of W1's and W2's phases: the quicker of two runs behind one that records and
+    captures, and that one."""
+    from rksc.bench import shared, workload
 
     config = MODELS[name]
     weights = random_weights(config, options)
-    model = hugging_face(config, weights, options)
-    shapes = {"W1": Shape(), "W2": Shape(prefix=4096, branches=32)}
-    if options.device == "cpu":
-        shapes = {"W1": Shape(prefix=64, branches=2, suffix=4, new=4, verify=3)}
     found: dict[str, Any] = {}
-    for workload_name, shape in shapes.items():
+    for workload_name, shape in shapes(options).items():
         work = workload(config["vocab_size"], shape)
         runs = []
-        for _ in range(3):  # the first records and captures
+        for _ in range(3):
             session = session_of(config, weights, options)
             outcome = shared(session, work)
             runs.append({k: v.seconds for k, v in outcome.clock.phases.items()})
             del session, outcome
         best = min(runs[1:], key=lambda phases: sum(phases.values()))
-        found[workload_name] = {"rksc": best, "rksc_first": runs[0]}
-        if model is not None:
-            found[workload_name]["transformers"] = peer(model, work, options)
+        found[workload_name] = {"best": best, "first": runs[0]}
     return found
+
+
+def transformers_branching(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the same phases by transformers; "copy" is its copying of the cache."""
+    from rksc.bench import workload
+
+    config, torch = MODELS[name], torch_of(options)
+    model = hugging_face(config, random_weights(config, options), options, torch.bfloat16)
+    return {
+        workload_name: peer(model, workload(config["vocab_size"], shape), options)
+        for workload_name, shape in shapes(options).items()
+    }
 
 
 def peer(model: Any, work: Any, options: argparse.Namespace) -> dict[str, float]:
@@ -303,6 +400,7 @@ def peer(model: Any, work: Any, options: argparse.Namespace) -> dict[str, float]
             lap("prefill")
             cache = copy.deepcopy(cache)
             cache.batch_repeat_interleave(len(work.suffixes))
+            lap("copy")
             out = model(ids(work.suffixes), past_key_values=cache, logits_to_keep=1)
             lap("suffix")
             for _ in range(work.max_new_tokens):
@@ -316,7 +414,7 @@ def peer(model: Any, work: Any, options: argparse.Namespace) -> dict[str, float]
     return phases
 
 
-def steps(name: str, options: argparse.Namespace, measured: dict[str, Any]) -> dict[str, Any]:
+def steps(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One decode step for several numbers of branches and lengths of the shared prefix.
 
     The slope over the prefix is attention: bytes of shared K and V over it is a fraction of the
@@ -325,16 +423,18 @@ def steps(name: str, options: argparse.Namespace, measured: dict[str, Any]) -> d
     from rksc.bench import Shape, flop, workload
     from rksc.config import ModelConfig
 
+    measured = written(options).get("machine", {})
+    bandwidth = measured.get("bytes_per_second", math.nan)
     config = MODELS[name]
     parsed = ModelConfig.of({**COMMON, **config})
     weights = random_weights(config, options)
     weight_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     kv_bytes = 4 * parsed.n_layers * parsed.n_kv_heads * parsed.head_dim  # bf16, K and V
-    small = options.device == "cpu"
-    lengths, new = ((32, 64), 4) if small else ((64, 2048, 7000), 32)
+    tiny = options.device == "cpu"
+    lengths, new = ((32, 64), 4) if tiny else ((64, 2048, 7000), 32)
     session = session_of(config, weights, options)
     rows = []
-    for branches in (1, 8) if small else (1, 8, 32):
+    for branches in (1, 8) if tiny else (1, 8, 32):
         seconds = {}
         for length in lengths:
             work = workload(config["vocab_size"], Shape(prefix=length))
@@ -349,11 +449,11 @@ def steps(name: str, options: argparse.Namespace, measured: dict[str, Any]) -> d
             root.drop()
         low, high = lengths[0], lengths[-1]
         slope = (seconds[high] - seconds[low]) / (high - low)
-        floor = weight_bytes / measured["bytes_per_second"]
+        floor = weight_bytes / bandwidth
         rows.append({
             "branches": branches, "seconds_per_step": seconds,
             "attention_bandwidth_fraction":
-                kv_bytes / slope / measured["bytes_per_second"] if slope > 0 else None,
+                kv_bytes / slope / bandwidth if slope > 0 else None,
             "seconds_beyond_weights": seconds[low] - floor,
         })  # fmt: skip
     length = lengths[-1]
@@ -367,50 +467,115 @@ def steps(name: str, options: argparse.Namespace, measured: dict[str, Any]) -> d
     rate = flop(parsed, 0, length) / took
     return {
         "decode": rows, "prefill_tokens": length, "prefill_seconds": took,
-        "prefill_matrix_rate_fraction": rate / measured["flop_per_second"],
+        "prefill_matrix_rate_fraction": rate / measured.get("flop_per_second", math.nan),
     }  # fmt: skip
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
+PARTS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
+    "build": (200, build),
+    "small": (60, small),
+    "memcheck": (60, memcheck),
+    "tests": (150, tests),
+    "logits": (90, logits),
+    "mechanisms": (60, mechanisms),
+    "machine": (60, machine),
+    "rksc": (90, branching),
+    "steps": (90, steps),
+    "transformers": (90, transformers_branching),
+}
+"""Seconds that a part may take, and what it does: of one model where "logits:7B" names it."""
+
+
+def written(options: argparse.Namespace) -> dict[str, Any]:
+    """What earlier parts found."""
+    text = options.json.read_text("utf-8") if options.json.exists() else ""
+    results: dict[str, Any] = json.loads(text or "{}")
+    return results
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The parts by name, in order."""
+    halves = {
+        "correct": [
+            *([] if options.no_build else ["build"]), "small", "memcheck", "tests",
+            *(f"logits:{m}" for m in options.models), f"mechanisms:{options.models[0]}",
+        ],
+        "speed": [
+            "machine",
+            *(f"{part}:{m}" for m in options.models for part in ("rksc", "steps")),
+            *(f"transformers:{m}" for m in options.models),
+        ],
+    }  # fmt: skip
+    return [part for name in options.parts for part in halves.get(name, [name])]
+
+
+def apart(name: str, options: argparse.Namespace) -> Any:
+    """What one part found, in a process of its own; a failure is a result too."""
+    limit = PARTS[name.partition(":")[0]][0]
+    result, log = options.json.with_suffix(".part"), options.json.with_suffix(".log")
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, name, "--device", options.device,
+               "--json", str(options.json), "--result", str(result)]  # fmt: skip
+    with log.open("ab") as out:
+        out.write(f"\n== {name}\n".encode())
+        out.flush()
+        begin = out.tell()
+        running = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        try:
+            reason = f"exit status {running.wait(limit)}"
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {limit} s"
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)  # and what it has started
+                running.wait()
+    if result.exists():
+        found = json.loads(result.read_text("utf-8"))
+        result.unlink()
+        return found
+    with log.open("rb") as text:
+        text.seek(begin)
+        return {"error": reason, "output": text.read().decode(errors="replace")[-2000:]}
+
+
+def is_bad(found: Any) -> bool:
+    return "error" in found or found.get("returncode", 0) != 0 or not found.get("sound", True)
+
 
 def main() -> int:
+    folder = Path(os.environ.get("OUT") or ROOT / "build")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=["correct", "speed"])
-    parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu_check.json")
+    parser.add_argument(
+        "parts", nargs="+", metavar="PART", help=f"correct, speed, or one of {', '.join(PARTS)}"
+    )
+    parser.add_argument("--json", type=Path, default=folder / "gpu_check.json")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["1B", "7B"])
     parser.add_argument("--no-build", action="store_true", help="rksc is built already")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # one part, in this process
     options = parser.parse_args()
-    results = json.loads(options.json.read_text("utf-8")) if options.json.exists() else {}
+    names = chosen(options)
+    if not all(name.partition(":")[0] in PARTS for name in names):
+        parser.error(f"PART is correct, speed, or one of {', '.join(PARTS)}")
+    if options.result:
+        part, *model = names[0].split(":")
+        found = PARTS[part][1](*model, options)
+        options.result.write_text(json.dumps(found), "utf-8")
+        return 0
     options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def part(name: str, work: Callable[[], Any]) -> Any:
-        """A failure is a result too; what was found is written at once."""
+    results = written(options)
+    for name in names:
         start = time.perf_counter()
-        try:
-            found = work()
-        except Exception as error:  # whatever breaks, the other parts still run
-            found = {"error": f"{type(error).__name__}: {error}"}
-        results[name] = found
+        found = results[name] = apart(name, options)
         results.setdefault("seconds", {})[name] = time.perf_counter() - start
         print(f"{name}: {json.dumps(found)}", flush=True)
         options.json.write_text(json.dumps(results, indent=1), "utf-8")
-        return found
-
-    if options.part == "correct":
-        if not options.no_build:
-            part("build", lambda: build(options))
-        part("tests", lambda: run_tests(options))
-        part("against transformers", lambda: against_transformers(options))
-        part("mechanisms", lambda: mechanisms(options))
-    else:
-        measured = part("machine", lambda: machine(options))
-        for name in options.models:
-            part(f"branching {name}", lambda name=name: branching(name, options))
-            part(f"steps {name}", lambda name=name: steps(name, options, measured))
-    bad = [name for name, found in results.items() if isinstance(found, dict) and "error" in found]
-    return int(bool(bad or results.get("tests", {}).get("failed")))
+    return int(any(is_bad(results[name]) for name in names))
 
 
 if __name__ == "__main__":
