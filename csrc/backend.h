@@ -287,7 +287,7 @@ typedef struct rk_cuda rk_cuda;
 
 /* What the shared object exports as rk_cuda_library. */
 typedef struct rk_cuda_calls {
-    size_t ops_bytes; /* sizeof(rk_ops): made for this build of rksc? */
+    size_t table_bytes; /* RK_CUDA_TABLE_BYTES: made for this build of rksc? */
     /* RK_ESTATE: no driver, no such GPU, one that is too old: the text says
      * what to do. */
     rk_status (*open)(rk_cuda **out, int ordinal, rk_error *err);
@@ -296,10 +296,14 @@ typedef struct rk_cuda_calls {
     /* Copy from the GPU's memory when its stream comes to it; waits. */
     rk_status (*fetch)(rk_cuda *cuda, void *host, const void *src, size_t bytes,
                        rk_error *err);
+    /* Wait for all that was queued on the GPU, by anybody. */
+    rk_status (*settle)(rk_cuda *cuda, rk_error *err);
     /* Like rk_cpu_create; the device borrows `cuda`. */
     rk_status (*create)(rk_device **out, rk_cuda *cuda, const rk_config *config,
                         const rk_extent *extent, rk_error *err);
 } rk_cuda_calls;
+
+#define RK_CUDA_TABLE_BYTES (sizeof(rk_cuda_calls) + sizeof(rk_ops))
 
 struct rk_cuda {
     const rk_cuda_calls *calls;

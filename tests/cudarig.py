@@ -27,11 +27,12 @@ class Calls(c.Structure):
     """rk_cuda_calls"""
 
     _fields_ = [
-        ("ops_bytes", c.c_size_t),
+        ("table_bytes", c.c_size_t),
         ("open", c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int, c.c_void_p)),
         ("close", c.CFUNCTYPE(None, c.c_void_p)),
         ("stream", c.CFUNCTYPE(c.c_size_t, c.c_void_p)),
         ("fetch", c.c_void_p),
+        ("settle", c.c_void_p),
         ("create", c.CFUNCTYPE(c.c_int, *[c.c_void_p] * 5)),
     ]
 

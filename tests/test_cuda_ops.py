@@ -15,7 +15,7 @@ from typing import Any
 import native
 import numpy as np
 import pytest
-from cudarig import ORDERS, CudaRig, Output, set_order
+from cudarig import ORDERS, CudaRig, Output, library, set_order
 from native import RK_BF16, RK_F16, RK_F32
 from oprig import TYPES, Array, Plan, Rig, Row, Shape, act, eps, value
 from test_ops import (
@@ -41,6 +41,30 @@ def order(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(params=TYPES, ids=["f32", "bf16"])
 def compute(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+# ---- failures ---------------------------------------------------------------------------------
+
+
+def test_a_broken_device_takes_no_more_ops(capfd: pytest.CaptureFixture[str]) -> None:
+    """Staging memory that could not grow is not there: nothing is laid down in it, and no kernel is
+    given an address that leads nowhere."""
+    rng = np.random.default_rng(1)
+    tables = rng.integers(0, 64, (64, 1200)).tolist()
+    rows = [Row(table, 1199, i, False) for i, table in enumerate(tables)]
+    plan, error = Plan(rows, 1, "rows", rng=rng), native.Error()
+    some = np.array([2, 0], np.int32)
+    with CudaRig(Shape(block_tokens=1), RK_F32) as rig:
+        out, x = rig.out((2, 4)), rig.put(np.ones((3, 4), np.float32))
+        library()[0].rk_host_fail_at(b"cudaMallocHost", 1)
+        rig.start(plan)
+        rig.gather(out.address, x, some.ctypes.data, 2, 4)
+        assert rig.check(c.byref(error)) != native.RK_OK
+        assert b"cudaMallocHost" in error.text
+        got = np.zeros((2, 4), np.float32)
+        rig.download(got.ctypes.data, out.address, got.nbytes)
+        assert np.isnan(got).all()
+    capfd.readouterr()
 
 
 # ---- products ---------------------------------------------------------------------------------

@@ -108,6 +108,39 @@ def test_generation_draws_the_cpus_tokens(order: str) -> None:
             assert np.allclose(gpu.logprobs, cpu.logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize("spoiled", [1, 1000])
+def test_a_spoiled_capture_breaks_nothing(spoiled: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another thread may synchronise the device while we capture: the step runs all the same. A
+    second capture is tried; once that is spoiled, too, none is until the record is forgotten."""
+    runtime, found = library()[0], []
+    for session in both(SHARP):
+        root = session.prefill(SHARP.tokens(20))
+        left = [spoiled]
+        runtime.rk_host_spoil_captures(spoiled)
+        for _ in range(4):
+            kids = root.fork([[1], [2]])
+            found.append([list(g.tokens) for g in session.generate(kids, 9, stop_ids=())])
+            left.append(runtime.rk_host_spoil_captures(0))
+            runtime.rk_host_spoil_captures(left[-1])
+        assert_books(session)
+    assert found[:4] == found[4:]
+    assert left[-1] < spoiled
+    assert left[-1] == left[-2]
+    capfd.readouterr()
+
+
+def test_an_error_that_others_left_is_not_ours(capfd: pytest.CaptureFixture[str]) -> None:
+    """Another library's failed call is what the runtime tells as the last error."""
+    runtime, session = library()[0], open_session(T4, device="cuda")
+    for _ in range(2):
+        assert runtime.cudaStreamDestroy(c.c_void_p(8)) != 0
+        root = session.prefill(T4.tokens(20))
+        assert runtime.cudaStreamDestroy(c.c_void_p(8)) != 0
+        assert np.isfinite(root.logits).all()
+        root.drop()
+    capfd.readouterr()
+
+
 def test_verdicts_scores_and_evictions_are_the_cpus() -> None:
     """A budget too small for all: branches are evicted and computed again on the way."""
     found = []
@@ -234,6 +267,29 @@ def test_memory_of_another_gpu_is_refused() -> None:
     with pytest.raises(BufferError, match=message):
         BranchSession(weights, T4.model_config, device="cuda", kv_bytes="1MiB")
     close({GATE: weights[GATE]})
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+def test_invalidate_waits_for_the_lenders_stream(order: str) -> None:
+    """What the lender has queued on a stream of its own comes before the next prefill."""
+    set_order(order)
+    tokens, name, runtime = T4.tokens(12), "lm_head.weight", library()[0]
+    lent, stream = lend(), c.c_void_p()
+    session = BranchSession(lent, T4.model_config, device="cuda", kv_bytes="1MiB")
+    before = session.prefill(tokens).logits
+    assert runtime.cudaStreamCreateWithFlags(c.byref(stream), 1) == 0
+    doubled = 2 * T4.weights[name]
+    host, size = c.c_void_p(doubled.ctypes.data), c.c_size_t(doubled.nbytes)
+    assert runtime.cudaMemcpyAsync(lent[name].address, host, size, TO_DEVICE, stream) == 0
+    session.invalidate()
+    assert near(session.prefill(tokens).logits, 2 * before, 1e-6)
+    runtime.rk_host_fail_at(b"cudaDeviceSynchronize", 1)
+    with pytest.raises(RuntimeError, match="cudaDeviceSynchronize"):
+        session.invalidate()
+    assert near(session.prefill(tokens).logits, 2 * before, 1e-6)
+    assert runtime.cudaStreamDestroy(stream) == 0
+    del session
+    close(lent)
 
 
 # ---- what is missing --------------------------------------------------------------------------

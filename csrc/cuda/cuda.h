@@ -28,12 +28,15 @@ typedef struct cuda_context {
     int n_processors, major, minor;
 } cuda_context;
 
-/* Make the GPU current; the one that was: to be given to cuda_leave. */
+/* Make the GPU current and forget errors that others have left; the GPU that
+ * was current: to be given to cuda_leave. Where that fails, what the caller
+ * asks of the GPU's stream fails, too, and so does cuda_pool_take. */
 int cuda_enter(const cuda_context *context);
 void cuda_leave(int before);
 
 /* Status and text of a CUDA error; the failing call by name. */
 rk_status cuda_error(cudaError_t code, const char *call, rk_error *err);
+rk_status cublas_error(cublasStatus_t code, const char *call, rk_error *err);
 
 /* ---- memory (pool.c) -------------------------------------------------------
  */
@@ -98,7 +101,8 @@ typedef struct cuda_graph {
     cuda_op *ops; /* (n_ops,) owned */
     int32_t n_ops;
     uint64_t used;        /* when it was last asked for */
-    cudaGraphExec_t exec; /* NULL: seen once */
+    cudaGraphExec_t exec; /* NULL: seen once, or no capture came to its end */
+    int64_t n_spoiled;    /* captures that did not */
 } cuda_graph;
 
 #define CUDA_N_GRAPHS 64
@@ -165,7 +169,7 @@ rk_status cuda_step_create(cuda_device *dev, rk_error *err);
 void cuda_step_free(cuda_device *dev);
 void cuda_begin(rk_device *base, const rk_batch *batch);
 /* Host bytes -> where they will lie on the device; `room` >= bytes, the rest
- * zero. */
+ * zero. NULL: the device is broken. */
 void *cuda_stage(cuda_device *dev, const void *host, size_t bytes, size_t room);
 /* A blank op to be filled in; cuda_take does it, now or later with the others
  * that are recorded. */
@@ -179,6 +183,7 @@ int32_t cuda_padded(const cuda_device *dev, int32_t n);
 /* ---- ops (issue.c)
  * ----------------------------------------------------------- */
 
+/* Nothing where the device is broken: the op's addresses may be no good. */
 void cuda_issue(cuda_device *dev, const cuda_op *op);
 
 void cuda_embed(rk_device *base, float *out, const rk_matrix *table);

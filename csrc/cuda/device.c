@@ -34,6 +34,16 @@ rk_status cuda_error(cudaError_t code, const char *call, rk_error *err)
     }
 }
 
+rk_status cublas_error(cublasStatus_t code, const char *call, rk_error *err)
+{
+    return code == CUBLAS_STATUS_SUCCESS
+               ? RK_OK
+               : rk_fail(err,
+                         code == CUBLAS_STATUS_ALLOC_FAILED ? RK_ENOMEM
+                                                            : RK_ESTATE,
+                         "%s: %s", call, cublasGetStatusString(code));
+}
+
 void cuda_note(cuda_device *dev, cudaError_t code, const char *call)
 {
     if (code != cudaSuccess && dev->error.status == RK_OK) {
@@ -47,6 +57,7 @@ void cuda_note(cuda_device *dev, cudaError_t code, const char *call)
 int cuda_enter(const cuda_context *context)
 {
     int before = context->base.ordinal;
+    (void)cudaGetLastError(); /* what others have left behind is not ours */
     cudaGetDevice(&before);
     if (before != context->base.ordinal) {
         cudaSetDevice(context->base.ordinal);
@@ -148,9 +159,12 @@ static rk_status context_open(rk_cuda **out, int ordinal, rk_error *err)
     status = look_at_gpu(c, err);
     if (status == RK_OK) {
         int before = cuda_enter(c);
-        status = cuda_error(
-            cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking),
-            "cudaStreamCreateWithFlags", err);
+        status = cuda_error(cudaSetDevice(ordinal), "cudaSetDevice", err);
+        if (status == RK_OK) {
+            status = cuda_error(
+                cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking),
+                "cudaStreamCreateWithFlags", err);
+        }
         if (status == RK_OK) {
             status = cuda_error(rk_cuda_attention_prepare(),
                                 "cudaFuncSetAttribute", err);
@@ -186,6 +200,15 @@ static rk_status context_fetch(rk_cuda *base, void *host, const void *src,
         status = cuda_error(cudaStreamSynchronize(c->stream),
                             "cudaStreamSynchronize", err);
     }
+    cuda_leave(before);
+    return status;
+}
+
+static rk_status context_settle(rk_cuda *base, rk_error *err)
+{
+    int before = cuda_enter((const cuda_context *)base);
+    rk_status status =
+        cuda_error(cudaDeviceSynchronize(), "cudaDeviceSynchronize", err);
     cuda_leave(before);
     return status;
 }
@@ -458,10 +481,7 @@ static rk_status make_cublas(cuda_device *dev, rk_error *err)
         code = cublasSetMathMode(
             dev->cublas, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
     }
-    return code == CUBLAS_STATUS_SUCCESS
-               ? RK_OK
-               : rk_fail(err, RK_ESTATE, "%s: %s", call,
-                         cublasGetStatusString(code));
+    return cublas_error(code, call, err);
 }
 
 static rk_status make_worker(cuda_device *dev, rk_error *err)
@@ -516,10 +536,11 @@ static rk_status device_create(rk_device **out, rk_cuda *cuda,
 }
 
 __attribute__((visibility("default"))) const rk_cuda_calls rk_cuda_library = {
-    .ops_bytes = sizeof(rk_ops),
+    .table_bytes = RK_CUDA_TABLE_BYTES,
     .open = context_open,
     .close = context_close,
     .stream = context_stream,
     .fetch = context_fetch,
+    .settle = context_settle,
     .create = device_create,
 };

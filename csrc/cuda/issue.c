@@ -23,21 +23,19 @@ static void product(cuda_device *dev, float *out, int32_t stride, const void *a,
 {
     const float one = 1.0f, beta = accumulate ? 1.0f : 0.0f;
     cudaDataType_t type = data_type(dev->act);
+    if (dev->error.status != RK_OK) {
+        return;
+    }
     if (w->type != dev->act) {
-        if (dev->error.status == RK_OK) {
-            rk_fail(&dev->error, RK_ETYPE,
-                    "a matrix that is not of the session's type");
-        }
+        rk_fail(&dev->error, RK_ETYPE,
+                "a matrix that is not of the session's type");
         return;
     }
     cublasStatus_t code = cublasGemmEx(
         dev->cublas, CUBLAS_OP_T, CUBLAS_OP_N, w->rows, n, w->cols, &one,
         w->data, type, w->cols, a, type, w->cols, &beta, out, CUDA_R_32F,
         stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-    if (code != CUBLAS_STATUS_SUCCESS && dev->error.status == RK_OK) {
-        rk_fail(&dev->error, RK_ESTATE, "cublasGemmEx: %s",
-                cublasGetStatusString(code));
-    }
+    cublas_error(code, "cublasGemmEx", &dev->error);
 }
 
 /* ---- what an op does
@@ -138,6 +136,9 @@ void cuda_issue(cuda_device *dev, const cuda_op *op)
     const rk_config *c = &dev->config;
     const cuda_facts *f = &dev->facts;
     cudaStream_t stream = dev->context->stream;
+    if (dev->error.status != RK_OK) {
+        return;
+    }
     if (dev->error.status != RK_OK) {
         return; /* its facts may not have come: nothing runs on what is there */
     }

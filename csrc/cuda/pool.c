@@ -1,6 +1,8 @@
 /* Device memory that is asked for again and again: a piece that is given back
  * is kept for the next who wants about as much. The system's own calls wait
- * for the whole device; taking a kept piece does not, unless it was on loan. */
+ * for the whole device; taking a kept piece does not. One that was on loan goes
+ * back to the system when it is wanted again, which waits for whoever works on
+ * it still. */
 #include "cuda.h"
 
 #include <pthread.h>
@@ -35,18 +37,24 @@ cuda_pool *cuda_pool_create(int ordinal)
     return pool;
 }
 
-/* Give unused pieces back to the system; locked. */
+/* Give a piece back to the system; locked. */
+static void drop(piece **at)
+{
+    piece *p = *at;
+    *at = p->next;
+    cudaFree(p->memory);
+    free(p);
+}
+
+/* The same with all that are not used. */
 static void trim(cuda_pool *pool)
 {
     for (piece **at = &pool->pieces; *at != NULL;) {
-        piece *p = *at;
-        if (p->used) {
-            at = &p->next;
-            continue;
+        if ((*at)->used) {
+            at = &(*at)->next;
+        } else {
+            drop(at);
         }
-        *at = p->next;
-        cudaFree(p->memory);
-        free(p);
     }
 }
 
@@ -75,24 +83,34 @@ void cuda_pool_release(cuda_pool *pool)
     }
 }
 
+/* The smallest unused piece that is not far too large, or NULL; locked. */
 static piece *find(cuda_pool *pool, size_t bytes)
 {
-    piece *best = NULL;
-    for (piece *p = pool->pieces; p != NULL; p = p->next) {
+    piece **best = NULL;
+    for (piece **at = &pool->pieces; *at != NULL; at = &(*at)->next) {
+        const piece *p = *at;
         if (!p->used && p->bytes >= bytes && p->bytes / 2 <= bytes &&
-            (best == NULL || p->bytes < best->bytes)) {
-            best = p;
+            (best == NULL || p->bytes < (*best)->bytes)) {
+            best = at;
         }
     }
-    return best;
+    if (best != NULL && (*best)->foreign) {
+        drop(best);
+        return NULL;
+    }
+    return best != NULL ? *best : NULL;
 }
 
 cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
 {
     cudaError_t error = cudaSuccess;
+    int ordinal = -1;
     *out = NULL;
     if (bytes > SIZE_MAX - 1024) {
         return cudaErrorMemoryAllocation;
+    }
+    if (cudaGetDevice(&ordinal) != cudaSuccess || ordinal != pool->ordinal) {
+        return cudaErrorInvalidDevice; /* cuda_enter could not */
     }
     bytes = (bytes + 16 + 511) / 512 * 512;
     pthread_mutex_lock(&pool->mutex);
@@ -115,14 +133,6 @@ cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
         p->bytes = bytes;
         p->next = pool->pieces;
         pool->pieces = p;
-    }
-    if (p->foreign) {
-        error = cudaDeviceSynchronize();
-        if (error != cudaSuccess) {
-            pthread_mutex_unlock(&pool->mutex);
-            return error;
-        }
-        p->foreign = false;
     }
     p->used = true;
     pool->n_holders++;

@@ -6,10 +6,12 @@
  *
  * Replay: the ops of a small step (decoding) are recorded and launched
  * together when somebody asks for a result. The same record a second time
- * becomes a CUDA graph, the third time the graph is launched. All that differs
- * from step to step is read from device memory; what ops are launched with is
- * made equal by rounding counts up: rows to rk_rows_room, lists to powers of
- * two. So a record with its rounded counts is the graph's key.
+ * becomes a CUDA graph, the third time the graph is launched. (A capture that
+ * another thread's call spoils is no failure: the ops are launched one by one.)
+ * All that differs from step to step is read from device memory; what ops are
+ * launched with is made equal by rounding counts up: rows to rk_rows_room,
+ * lists to powers of two. So a record with its rounded counts is the graph's
+ * key.
  */
 #include "cuda.h"
 
@@ -87,6 +89,9 @@ static void turn(cuda_device *dev, size_t end)
 void *cuda_stage(cuda_device *dev, const void *host, size_t bytes, size_t room)
 {
     cuda_staging *s = &dev->staging;
+    if (dev->error.status != RK_OK) {
+        return NULL; /* there may be no staging memory either */
+    }
     if (s->end + align(room) > s->bytes) {
         int before = cuda_enter(dev->context);
         cuda_play(dev);
@@ -153,6 +158,9 @@ static cuda_graph *find_graph(cuda_device *dev)
         }
         oldest = g->used < oldest->used ? g : oldest;
     }
+    if (oldest->exec != NULL) { /* it may be under way */
+        CUDA_TRY(dev, cudaStreamSynchronize, dev->context->stream);
+    }
     graph_free(oldest);
     oldest->ops = malloc(bytes);
     if (oldest->ops == NULL) {
@@ -172,17 +180,30 @@ static void issue_all(cuda_device *dev)
     }
 }
 
-/* Launches go into a graph instead of the stream. */
+/* Launches go into a graph instead of the stream; the device is sound. Whatever
+ * another thread does to the GPU meanwhile can spoil that: then nothing was
+ * launched, no error stays, and the graph is left as it was. */
 static void capture(cuda_device *dev, cuda_graph *graph)
 {
+    cudaStream_t stream = dev->context->stream;
     cudaGraph_t captured = NULL;
-    CUDA_TRY(dev, cudaStreamBeginCapture, dev->context->stream,
-             cudaStreamCaptureModeThreadLocal);
-    issue_all(dev);
-    CUDA_TRY(dev, cudaStreamEndCapture, dev->context->stream, &captured);
-    if (captured != NULL) {
-        CUDA_TRY(dev, cudaGraphInstantiate, &graph->exec, captured, 0);
-        cudaGraphDestroy(captured);
+    cudaGraphExec_t exec = NULL;
+    if (cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) ==
+        cudaSuccess) {
+        issue_all(dev);
+        if (cudaStreamEndCapture(stream, &captured) == cudaSuccess &&
+            dev->error.status == RK_OK &&
+            cudaGraphInstantiate(&exec, captured, 0) == cudaSuccess) {
+            graph->exec = exec;
+        }
+        if (captured != NULL) {
+            cudaGraphDestroy(captured);
+        }
+    }
+    if (graph->exec == NULL) {
+        graph->n_spoiled++;
+        dev->error = (rk_error){0};
+        (void)cudaGetLastError();
     }
 }
 
@@ -199,7 +220,7 @@ void cuda_play(cuda_device *dev)
     if (graph != NULL) {
         graph->used = ++dev->n_plays;
     }
-    if (seen && graph->exec == NULL && sound) {
+    if (seen && graph->exec == NULL && sound && graph->n_spoiled < 2) {
         capture(dev, graph);
     }
     if (graph != NULL && graph->exec != NULL && sound) {

@@ -41,7 +41,9 @@ static void array_dealloc(array_object *self)
     PyTypeObject *type = Py_TYPE(self);
 
     if (self->process == getpid()) { /* a forked child has no GPU to give to */
-        self->lent->release(self->lent);
+        /* The last one frees the pool, which waits for the GPU. */
+        Py_BEGIN_ALLOW_THREADS self->lent->release(self->lent);
+        Py_END_ALLOW_THREADS
     }
     type->tp_free(self);
     Py_DECREF(type);

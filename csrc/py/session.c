@@ -170,7 +170,9 @@ static int session_clear(session_object *self)
     self->weights = NULL;
     self->cuda = NULL;
     if (self->process == getpid()) {
-        rk_session_free(engine);
+        /* It waits for the GPU, or for threads. */
+        Py_BEGIN_ALLOW_THREADS rk_session_free(engine);
+        Py_END_ALLOW_THREADS
     }
     rk_weights_free(weights);
     if (cuda != NULL && self->process == getpid()) {
@@ -320,15 +322,25 @@ static PyObject *session_invalidate(session_object *self,
                                     PyObject *Py_UNUSED(unused))
 {
     rk_visitor visitor;
+    rk_error err = {0};
+    rk_status status = RK_OK;
 
     if (rk_session_enter(self) < 0) {
         return NULL;
     }
     rk_long_begin(self, &visitor);
-    rk_weights_refresh(self->weights);
-    rk_session_invalidate(self->engine);
+    if (self->cuda != NULL) { /* whatever stream the weights were written on */
+        status = self->cuda->calls->settle(self->cuda, &err);
+    }
+    if (status == RK_OK) {
+        rk_weights_refresh(self->weights);
+        rk_session_invalidate(self->engine);
+    }
     rk_long_end(self, &visitor);
     rk_session_leave(self);
+    if (status != RK_OK) {
+        return rk_raise(self->state, &err);
+    }
     Py_RETURN_NONE;
 }
 

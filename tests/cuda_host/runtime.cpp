@@ -95,6 +95,7 @@ std::map<const void *, size_t> shared_limits;
 unsigned char *arena;
 size_t arena_end, used_bytes[16];
 int opened, key = -1; /* protection key of the arena */
+int to_spoil;         /* captures that another thread will disturb */
 cudaError_t last, sticky;
 std::map<std::string, int> failures; /* a call's name: fails at its n-th */
 thread_local int device_now;
@@ -280,6 +281,10 @@ cudaError_t enqueue(cudaStream_t stream, const char *call,
         return fail(cudaErrorInvalidResourceHandle, call, "no such stream");
     }
     if (stream->capture) {
+        if (stream->broken) {
+            return fail(cudaErrorStreamCaptureInvalidated, call,
+                        "an illegal call came before");
+        }
         stream->capture->work.push_back(std::move(work));
         return cudaSuccess;
     }
@@ -680,7 +685,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode)
                     "not a stream of the caller");
     }
     stream->capture.reset(new CUgraph_st);
-    stream->broken = false;
+    stream->broken = to_spoil > 0 && to_spoil-- > 0;
     return cudaSuccess;
 }
 
@@ -810,12 +815,22 @@ void rk_host_fail_at(const char *call, int n)
     failures[call] = n;
 }
 
+/* The next n captures are spoiled, as by another thread's call; how many of
+ * the last ones still were to be. */
+int rk_host_spoil_captures(int n)
+{
+    lock held(host::mutex);
+    std::swap(n, to_spoil);
+    return n;
+}
+
 /* Forget a kernel's fault; what was queued is dropped. */
 void rk_host_reset(void)
 {
     lock held(host::mutex);
     sticky = last = cudaSuccess;
     failures.clear();
+    to_spoil = 0;
     legacy.queue.clear();
     for (cudaStream_t s : streams) {
         s->queue.clear();
