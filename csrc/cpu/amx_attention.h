@@ -137,8 +137,7 @@ static void tile_scores(float *scores, const char *q, const cpu_piece *piece,
     }
 }
 
-/* ---- softmax
- * ------------------------------------------------------------------- */
+/* ---- softmax ------------------------------------------------------------- */
 
 /* 2^x for x <= 0, with an error of 1.5e-7 of it; 2^0 is 1. */
 INLINE vf exp2_below(vf x)
@@ -167,7 +166,6 @@ static inline __attribute__((always_inline)) float
 largest_score(const float *scores, cpu_span use, int32_t n, bool whole)
 {
     vf max = score_vector(scores, 0, use, whole);
-    UNROLL
     for (int32_t i = LANES; i < n; i += LANES) {
         max = vf_max(max, score_vector(scores, i, use, whole));
     }
