@@ -51,15 +51,17 @@ using host::options;
 using lock = std::lock_guard<std::recursive_mutex>;
 
 struct task {
-    std::function<bool()> work; /* false: a kernel broke a rule */
-    cudaEvent_t waits = nullptr;
-    uint64_t until = 0; /* which record of the event */
-    cudaEvent_t records = nullptr;
+    std::function<bool()> work;      /* false: a kernel broke a rule */
+    std::shared_ptr<uint64_t> waits; /* an event's count of done records */
+    uint64_t until = 0;
+    std::shared_ptr<uint64_t> records;
     uint64_t record = 0;
 };
 
+/* An event may be destroyed while streams have still to wait for it. */
 struct CUevent_st {
-    uint64_t recorded = 0, done = 0;
+    uint64_t recorded = 0;
+    std::shared_ptr<uint64_t> done = std::make_shared<uint64_t>(0);
 };
 
 struct CUgraph_st {
@@ -145,7 +147,7 @@ bool can_run(const CUstream_st *stream)
 {
     return !stream->queue.empty() &&
            (stream->queue.front().waits == nullptr ||
-            stream->queue.front().waits->done >= stream->queue.front().until);
+            *stream->queue.front().waits >= stream->queue.front().until);
 }
 
 void run_one(CUstream_st *stream)
@@ -156,7 +158,7 @@ void run_one(CUstream_st *stream)
         sticky = last = cudaErrorLaunchFailure;
     }
     if (t.records != nullptr) {
-        t.records->done = std::max(t.records->done, t.record);
+        *t.records = std::max(*t.records, t.record);
     }
 }
 
@@ -424,8 +426,8 @@ cudaError_t cudaMalloc(void **memory, size_t bytes)
         }
         arena = static_cast<unsigned char *>(space);
         key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
-        if (key >= 0 && pkey_mprotect(space, ARENA, PROT_READ | PROT_WRITE,
-                                      key) != 0) {
+        if (key >= 0 &&
+            pkey_mprotect(space, ARENA, PROT_READ | PROT_WRITE, key) != 0) {
             std::abort();
         }
     }
@@ -543,10 +545,10 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes,
     ENTER("cudaMemcpyAsync");
     bool device_to = host::in_piece(to, bytes);
     bool device_from = host::in_piece(from, bytes);
-    bool should_to = kind == cudaMemcpyHostToDevice ||
-                     kind == cudaMemcpyDeviceToDevice;
-    bool should_from = kind == cudaMemcpyDeviceToHost ||
-                       kind == cudaMemcpyDeviceToDevice;
+    bool should_to =
+        kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    bool should_from =
+        kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     if (bytes == 0) {
         return cudaSuccess;
     }
@@ -634,9 +636,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
 cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
     lock held(host::mutex);
-    if (sticky == cudaSuccess) {
-        drain([=] { return event->done >= event->recorded; });
-    }
     delete event;
     return sticky;
 }
@@ -645,7 +644,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     ENTER_UNCAPTURED("cudaEventRecord");
     task t;
-    t.records = event;
+    t.records = event->done;
     t.record = ++event->recorded;
     real(stream)->queue.push_back(std::move(t));
     return cudaSuccess;
@@ -656,7 +655,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
 {
     ENTER_UNCAPTURED("cudaStreamWaitEvent");
     task t;
-    t.waits = event;
+    t.waits = event->done;
     t.until = event->recorded;
     real(stream)->queue.push_back(std::move(t));
     return cudaSuccess;
@@ -666,13 +665,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
     ENTER_UNCAPTURED("cudaEventSynchronize");
     uint64_t until = event->recorded;
-    return drain([=] { return event->done >= until; });
+    return drain([=] { return *event->done >= until; });
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
     ENTER_UNCAPTURED("cudaEventQuery");
-    return event->done >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+    return *event->done >= event->recorded ? cudaSuccess : cudaErrorNotReady;
 }
 
 /* ---- graphs -------------------------------------------------------------- */
@@ -859,9 +858,8 @@ struct from_environment {
             options.threads = host::order::reverse;
         } else if (order.rfind("random", 0) == 0) {
             options.threads = host::order::random;
-            options.random.seed(order.size() > 7
-                                    ? std::stoull(order.substr(7))
-                                    : 0);
+            options.random.seed(order.size() > 7 ? std::stoull(order.substr(7))
+                                                 : 0);
         }
     }
 } read_environment;
