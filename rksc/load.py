@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -15,7 +14,7 @@ from ._core import Tensor
 from .config import ModelConfig, token_ids
 from .gguf import GGUF, read_gguf
 from .safetensors import read_folder
-from .stored import Stored
+from .stored import Stored, read_json
 
 if TYPE_CHECKING:
     from .session import BranchSession
@@ -136,12 +135,12 @@ Parts = tuple[dict[str, Tensor], ModelConfig, Callable[[], "Tokenizer"]]
 
 
 def _load_folder(folder: Path) -> Parts:
-    described = _read_json(folder / "config.json")
+    described = read_json(folder / "config.json")
     try:
         config = ModelConfig.of(described)
         generation = folder / "generation_config.json"
         if generation.exists():
-            eos = token_ids(_read_json(generation).get("eos_token_id"), "eos_token_id")
+            eos = token_ids(read_json(generation).get("eos_token_id"), "eos_token_id")
             config = replace(config, eos=eos or config.eos)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
@@ -201,18 +200,6 @@ def _hf_name(stored: Stored) -> str:
     if match is None or match[2] not in _GGUF_BLOCK_NAMES:
         raise ValueError(f"{stored.path}: tensor {stored.name} has no place in this architecture")
     return f"model.layers.{match[1]}.{_GGUF_BLOCK_NAMES[match[2]]}.{match[3]}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        value = json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: malformed JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
 
 
 # ---- which tensors a model must have ------------------------------------------------------

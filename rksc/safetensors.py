@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .stored import Stored, map_file
+from .stored import Stored, map_file, read_json
 
 _HEADER_LIMIT = 100 << 20  # the format's own
 _DIMS_LIMIT = 8
@@ -150,10 +150,7 @@ def read_folder(folder: str | Path) -> dict[str, Stored]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The index's map from tensor to file name; names stay inside the folder."""
-    try:
-        where = json.loads(index.read_bytes().decode())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index}: malformed index: {error!r}") from None
+    where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ValueError(f"{index}: weight_map must map tensors to files")
     for name, file in where.items():

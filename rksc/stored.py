@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 from dataclasses import dataclass
@@ -30,6 +31,19 @@ def map_file(path: Path) -> memoryview:
         if os.fstat(file.fileno()).st_size == 0:
             raise ValueError(f"{path}: the file is empty")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; ValueError where there is no such file or it holds anything else."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        value = json.loads(path.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: malformed JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
 
 
 @dataclass(frozen=True)

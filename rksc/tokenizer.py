@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat import Message, render
+from .stored import read_json
 from .text import check_text
 
 if TYPE_CHECKING:
@@ -256,16 +257,6 @@ class StreamDecoder:
 # ---- Hugging Face -------------------------------------------------------------------------
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: malformed JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
-
-
 def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     library = _library()
     path = folder / "tokenizer.json"
@@ -281,7 +272,7 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     pipeline.no_truncation()
     pipeline.no_padding()
     config_path = folder / "tokenizer_config.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json(config_path) if config_path.is_file() else {}
     spelled = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in config.items()
