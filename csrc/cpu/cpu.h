@@ -23,12 +23,14 @@
 /* ---- kernels: one table per instruction set ----------------------------- */
 
 /* out[i * out_stride + j] = a_i . w_j + bias[j] (+ what was there), for
- * i < m, j < n; a: (m, k) and w: (n, k), dense, both of the compute type. */
+ * i < m, j < n; a: (m, k) and w: (n, k), dense, both of the compute type, or w
+ * of a block type where the kernel takes it (cpu_kernels.block_rows). */
 typedef struct cpu_product {
     float *out;
     int64_t out_stride;
     const void *a;
     const void *w;
+    rk_type type;      /* of w */
     const float *bias; /* (n,) or NULL */
     int32_t m, n, k;
     bool accumulate;
@@ -90,6 +92,8 @@ typedef struct cpu_kernels {
     size_t (*packed_bytes)(int32_t k);
     /* NULL, or bytes of cpu_product.scratch */
     size_t (*product_scratch_bytes)(int32_t k);
+    /* bf16 products of at most so many rows take weights of block types */
+    int32_t block_rows;
     /* n values of a block type, whole blocks, as act: the bits of
      * rk_dequantize, then rk_to_bf16 */
     void (*dequant[2])(void *out, const void *blocks, rk_type type, int32_t n);

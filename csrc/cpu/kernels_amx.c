@@ -12,6 +12,7 @@
  * accumulation.
  */
 #if defined(__x86_64__)
+#include "blocks_avx512.h"
 #include "vector_avx512.h"
 
 #define HAS_DOT 1
@@ -323,6 +324,8 @@ static const char *activation_tiles(const cpu_product *job, int32_t i)
     return (const char *)job->a + (size_t)(i / SIDE) * packed_bytes(job->k);
 }
 
+#define BLOCK_ROWS (2 * SIDE)
+
 /* Weights are read where they lie when each is used once or twice, or when
  * their tiles' rows are cache lines; a row that crosses two costs six times as
  * much. */
@@ -353,6 +356,49 @@ static void few_rows(const cpu_product *job)
             put_tiles(job, i, j, n);
         }
         j += n;
+    }
+}
+
+/* Blocks of two tiles of rows become tiles while those before them are
+ * multiplied: neither waits for the other, and no tile leaves the first cache.
+ * The next rows' blocks, which lie side by side, are fetched meanwhile. */
+static void few_rows_of_blocks(const cpu_product *job)
+{
+    const rk_type_info *info = rk_type_get(job->type);
+    const size_t group_bytes = packed_bytes(job->k);
+    const int32_t n_blocks = job->k / info->block_elements;
+    const int32_t steps = info->block_elements / DEPTH;
+    const int64_t row_bytes = rk_type_bytes(job->type, job->k);
+    const int32_t panel_bytes = steps * 2 * TILE_BYTES;
+    const int32_t ahead = 2 * SIDE * info->block_bytes;
+    for (int32_t j = 0; j < job->n; j += 2 * SIDE) {
+        const uint8_t *rows = (const uint8_t *)job->w + j * row_bytes;
+        const char *next = (const char *)rows + 2 * SIDE * row_bytes;
+        const int32_t n = at_most(job->n - j, 2 * SIDE);
+        zero_tiles();
+        for (int32_t b = 0; b <= n_blocks; b++) {
+            char *panels = job->scratch;
+            if (b < n_blocks) {
+                const block_walk walk = {rows + b * info->block_bytes,
+                                         row_bytes, DEPTH, 2 * SIDE * DEPTH, n};
+                blocks_bf16((uint16_t *)(panels + b % 2 * panel_bytes),
+                            job->type, &walk);
+                BARRIER();
+                for (int32_t i = 0; i < ahead; i += 64) {
+                    _mm_prefetch(next + b * ahead + i, _MM_HINT_T1);
+                }
+            }
+            if (b > 0) {
+                const tile_view w = {panels + (b - 1) % 2 * panel_bytes,
+                                     2 * TILE_BYTES, TILE_BYTES, 64, false};
+                const tile_view a = {activation_tiles(job, 0) +
+                                         (int64_t)(b - 1) * steps * TILE_BYTES,
+                                     TILE_BYTES, group_bytes, 64, false};
+                add_tiles(&w, &a, steps, n > SIDE ? 2 : 1,
+                          job->m > SIDE ? 2 : 1, false);
+            }
+        }
+        put_tiles(job, 0, j, n);
     }
 }
 
@@ -401,14 +447,16 @@ static void product_bf16(const cpu_product *job)
     configure();
     if (job->many) {
         many_rows(job);
+    } else if (rk_type_get(job->type)->block_elements > 1) {
+        few_rows_of_blocks(job);
     } else {
         few_rows(job);
     }
     _tile_release();
 }
 
-/* Two weight tiles wide: whole rows for few activations; a slab and the sums
- * that wait for the next one for many. */
+/* Two weight tiles wide: whole rows for few activations, or two blocks; a slab
+ * and the sums that wait for the next one for many. */
 static size_t product_scratch_bytes(int32_t k)
 {
     const size_t few = 2 * packed_bytes(k);

@@ -1,5 +1,6 @@
 /* Kernels for AVX-512 without bf16 instructions: bf16 is widened. */
 #if defined(__x86_64__)
+#include "blocks_avx512.h"
 #include "vector_avx512.h"
 
 #define HAS_DOT 0

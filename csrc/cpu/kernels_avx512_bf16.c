@@ -1,5 +1,6 @@
 /* Kernels for AVX-512 with dot products of bf16 pairs (VDPBF16PS). */
 #if defined(__x86_64__)
+#include "blocks_avx512.h"
 #include "vector_avx512.h"
 
 #define HAS_DOT 1

@@ -7,7 +7,8 @@
  * by STEP, numbered so that one panel of weights meets all rows in turn.
  *
  * Weights of a block type go through the same kernels: a few of their rows at a
- * time become rows of the activations' type in the thread's own memory. The
+ * time become rows of the activations' type in the thread's own memory, here
+ * or, for few activation rows, in a kernel that can do it as it goes. The
  * result is that of a session whose weights were converted beforehand, to the
  * bit. Where activations="int8" was asked for, such weights meet activations
  * that were rounded to integers, in kernels of their own (int8.h).
@@ -231,17 +232,19 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
                           thread);
         return;
     }
-    const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
+    const int64_t act_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
     const int64_t a_bytes =
-        dev->packed == NULL ? r->m_begin * row_bytes
+        dev->packed == NULL ? r->m_begin * act_bytes
                             : r->m_begin / CPU_PACK_ROWS *
                                   (int64_t)dev->kernels->packed_bytes(w->cols);
-    const bool blocks = rk_cpu_takes(w->type);
-    const int32_t step = blocks ? AT_ONCE : r->n;
+    const bool unpack = rk_cpu_takes(w->type) &&
+                        !(dev->bf16 && a->n <= dev->kernels->block_rows);
+    const int32_t step = unpack ? AT_ONCE : r->n;
     char *rows = dev->rows + (size_t)thread * dev->rows_bytes;
     cpu_product job = {
         .out_stride = out_stride,
         .a = (const char *)a->act + a_bytes,
+        .type = unpack ? dev->extent.compute : w->type,
         .m = r->m,
         .k = w->cols,
         .accumulate = accumulate,
@@ -255,10 +258,11 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
         job.n = cpu_min(step, r->n - j);
         job.out = out + j;
         job.bias = w->bias != NULL ? w->bias + from : NULL;
-        if (blocks) {
+        job.w = (const char *)w->data + from * rk_type_bytes(w->type, w->cols);
+        if (unpack) {
             unpack_rows(dev, rows, w, from, job.n);
+            job.w = rows;
         }
-        job.w = blocks ? rows : (const char *)w->data + from * row_bytes;
         dev->kernels->product[dev->bf16](&job);
     }
 }

@@ -16,25 +16,58 @@
 #define PUT_f32(p, x) vf_store(p, x)
 #define PUT_bf16(p, x) vf_store_normal_bf16(p, x)
 
-/* n values of a row of blocks. */
+/* Types with a way of their own in an instruction set. */
+#if !defined(OWN_BLOCKS)
+#define OWN_bf16(out, type, bytes) false
+#else
+#define OWN_bf16(out, type, bytes) put_own_block(out, type, bytes)
+INLINE bool put_own_block(uint16_t *out, rk_type type, const uint8_t *bytes)
+{
+    vb x;
+    if (!own_block(&x, type, bytes)) {
+        return false;
+    }
+    vb_store(out, x);
+    return true;
+}
+#endif
+#define OWN_f32(out, type, bytes) false
+
+/* n blocks that lie `step` bytes apart to `out`, `to` elements apart; of one
+ * block, runs of 32 values lie `run` elements apart. */
+typedef struct block_walk {
+    const uint8_t *from;
+    int64_t step, to, run;
+    int32_t n;
+} block_walk;
+
 #define DEFINE_DEQUANT(NAME, TYPE, BLOCK, GROUP, OFFSET, COMPUTE, ELEMENT)     \
-    static void dequant_##TYPE##_##COMPUTE(ELEMENT *out, const uint8_t *bytes, \
-                                           int32_t n, int32_t block_bytes)     \
+    INLINE void block_##TYPE##_##COMPUTE(ELEMENT *out, int64_t run,            \
+                                         const uint8_t *bytes)                 \
     {                                                                          \
         rk_unpacked x;                                                         \
-        for (const ELEMENT *end = out + n; out < end; out += BLOCK) {          \
-            rk_unpack_##TYPE(&x, bytes);                                       \
-            bytes += block_bytes;                                              \
-            for (int g = 0; g < BLOCK / GROUP; g++) {                          \
-                const vf scale = vf_set1(x.scale[g]);                          \
-                const vf offset = OFFSET ? vf_set1(x.offset[g]) : vf_zero();   \
-                UNROLL                                                         \
-                for (int i = g * GROUP; i < (g + 1) * GROUP; i += LANES) {     \
-                    vf value = vf_mul(scale, vf_load_i8(x.q + i));             \
-                    value = OFFSET ? vf_add(value, offset) : value;            \
-                    PUT_##COMPUTE(out + i, value);                             \
-                }                                                              \
+        if (OWN_##COMPUTE(out, RK_##NAME, bytes)) {                            \
+            return;                                                            \
+        }                                                                      \
+        rk_unpack_##TYPE(&x, bytes);                                           \
+        for (int g = 0; g < BLOCK / GROUP; g++) {                              \
+            const vf scale = vf_set1(x.scale[g]);                              \
+            const vf offset = OFFSET ? vf_set1(x.offset[g]) : vf_zero();       \
+            UNROLL                                                             \
+            for (int i = g * GROUP; i < (g + 1) * GROUP; i += LANES) {         \
+                vf value = vf_mul(scale, vf_load_i8(x.q + i));                 \
+                value = OFFSET ? vf_add(value, offset) : value;                \
+                PUT_##COMPUTE(out + i / 32 * run + i % 32, value);             \
             }                                                                  \
+        }                                                                      \
+    }                                                                          \
+    static void dequant_##TYPE##_##COMPUTE(ELEMENT *out,                       \
+                                           const block_walk *walk)             \
+    {                                                                          \
+        const uint8_t *from = walk->from;                                      \
+        const int64_t step = walk->step, to = walk->to, run = walk->run;       \
+        for (int32_t i = 0; i < walk->n; i++, from += step, out += to) {       \
+            block_##TYPE##_##COMPUTE(out, run, from);                          \
         }                                                                      \
     }
 
@@ -48,17 +81,15 @@ RK_BLOCK_TYPES(DEFINE_DEQUANT_BF16)
 
 #define DEQUANT_CASE(NAME, TYPE, COMPUTE)                                      \
     case RK_##NAME:                                                            \
-        dequant_##TYPE##_##COMPUTE(out, blocks, n, block_bytes);               \
+        dequant_##TYPE##_##COMPUTE(out, walk);                                 \
         break;
 #define DEQUANT_CASE_F32(NAME, TYPE, BLOCK, GROUP, OFFSET)                     \
     DEQUANT_CASE(NAME, TYPE, f32)
 #define DEQUANT_CASE_BF16(NAME, TYPE, BLOCK, GROUP, OFFSET)                    \
     DEQUANT_CASE(NAME, TYPE, bf16)
 
-static void row_dequant_f32(void *out, const void *blocks, rk_type type,
-                            int32_t n)
+static void blocks_f32(float *out, rk_type type, const block_walk *walk)
 {
-    const int32_t block_bytes = rk_type_get(type)->block_bytes;
     switch (type) {
         RK_BLOCK_TYPES(DEQUANT_CASE_F32)
     default:
@@ -66,15 +97,38 @@ static void row_dequant_f32(void *out, const void *blocks, rk_type type,
     }
 }
 
-static void row_dequant_bf16(void *out, const void *blocks, rk_type type,
-                             int32_t n)
+static void blocks_bf16(uint16_t *out, rk_type type, const block_walk *walk)
 {
-    const int32_t block_bytes = rk_type_get(type)->block_bytes;
     switch (type) {
         RK_BLOCK_TYPES(DEQUANT_CASE_BF16)
     default:
         break;
     }
+}
+
+/* The blocks of a row of n values. */
+INLINE block_walk row_walk(const void *blocks, rk_type type, int32_t n)
+{
+    const rk_type_info *info = rk_type_get(type);
+    return (block_walk){.from = blocks,
+                        .step = info->block_bytes,
+                        .to = info->block_elements,
+                        .run = 32,
+                        .n = n / info->block_elements};
+}
+
+static void row_dequant_f32(void *out, const void *blocks, rk_type type,
+                            int32_t n)
+{
+    const block_walk walk = row_walk(blocks, type, n);
+    blocks_f32(out, type, &walk);
+}
+
+static void row_dequant_bf16(void *out, const void *blocks, rk_type type,
+                             int32_t n)
+{
+    const block_walk walk = row_walk(blocks, type, n);
+    blocks_bf16(out, type, &walk);
 }
 
 #endif

@@ -3,6 +3,7 @@
  */
 #if !defined(OWN_PRODUCT_BF16)
 #define SCRATCH_BYTES NULL
+#define BLOCK_ROWS 0
 #if HAS_DOT
 #define PACK_ROWS NULL
 #define PACKED_BYTES NULL
@@ -29,6 +30,7 @@ const cpu_kernels TABLE = {
     .pack = PACK_ROWS,
     .packed_bytes = PACKED_BYTES,
     .product_scratch_bytes = SCRATCH_BYTES,
+    .block_rows = BLOCK_ROWS,
     .dequant = {row_dequant_f32, row_dequant_bf16},
     .convert = {row_convert_f32, row_convert_bf16},
     .norm = {row_norm_f32, row_norm_bf16},

@@ -232,6 +232,21 @@ INLINE void vf_store_normal_bf16(uint16_t *p, vf x)
 {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
 }
+
+/* Both as bf16, one behind the other; neither has subnormal numbers. */
+INLINE vb vb_join(vf first, vf second)
+{
+    return (vb)_mm512_cvtne2ps_pbh(second, first);
+}
+#else
+INLINE vb vb_join(vf first, vf second)
+{
+    const __m512i order = _mm512_set_epi16(
+        63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,
+        27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_permutex2var_epi16(round_bits(first), order,
+                                     round_bits(second));
+}
 #endif
 
 INLINE void vf_store_bf16_n(uint16_t *p, vf x, int n)
