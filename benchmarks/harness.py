@@ -2,91 +2,35 @@
 
 python benchmarks/harness.py [MODEL.gguf] [--arc 12] [--gsm8k 6] [--batch 1 --batch 8]
 
-ARC-Challenge with 25 examples in the prompt (log-likelihoods of four choices) and GSM8K with 5
-(generation up to "Question:"), from the files in data/, as local tasks of the harness. hf runs
-once for each batch size and its best time counts. Needs lm-eval, transformers and torch.
+The tasks are those of examples/lm_eval: ARC-Challenge with 25 examples in the prompt
+(log-likelihoods of four choices) and GSM8K with 5 (generation up to "Question:"). hf runs once
+for each batch size and its best time counts. Needs lm-eval, transformers and torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path = [str(ROOT), *sys.path[1:], str(ROOT / "benchmarks")]
-DATA = ROOT / "data"
-SHOTS = {"rksc_arc": 25, "rksc_gsm8k": 5}
-
-ARC = """
-task: rksc_arc
-dataset_path: json
-dataset_kwargs: {{data_files: {{train: {train}, test: {test}}}}}
-fewshot_split: train
-fewshot_config: {{sampler: first_n}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{'ABCD'.index(answer)}}}}"
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-GSM8K = """
-task: rksc_gsm8k
-dataset_path: json
-dataset_kwargs: {{data_files: {{train: {train}, test: {test}}}}}
-fewshot_split: train
-fewshot_config: {{sampler: first_n}}
-test_split: test
-output_type: generate_until
-doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
-doc_to_target: " {{{{solution}}}}"
-generation_kwargs: {{until: ["Question:"], do_sample: false, max_gen_toks: {max_gen_toks}}}
-metric_list: [{{metric: exact_match}}]
-"""
+TASKS = ROOT / "examples" / "lm_eval"
+ARC, GSM8K = "local_arc_challenge", "local_gsm8k"
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(path)
-
-
-def write_tasks(folder: Path, max_gen_toks: int = 256) -> None:
-    """Both tasks into a folder for the harness' include_path. ARC's examples are the five of
-    its training file and the last twenty problems, which are not asked then."""
-    arc = _rows("arc_challenge.jsonl")
-    files = {
-        ("arc", "train"): _rows("arc_challenge_examples.jsonl") + arc[180:],
-        ("arc", "test"): arc[:180],
-        ("gsm8k", "train"): _rows("gsm8k_examples.jsonl"),
-        ("gsm8k", "test"): _rows("gsm8k.jsonl"),
-    }
-    paths = {key: _write(folder / f"{'_'.join(key)}.jsonl", rows) for key, rows in files.items()}
-    for name, text in (("arc", ARC), ("gsm8k", GSM8K)):
-        text = text.format(
-            train=paths[name, "train"], test=paths[name, "test"], max_gen_toks=max_gen_toks
-        )
-        (folder / f"{name}.yaml").write_text(text, "utf-8")
-
-
-def evaluate(lm: Any, folder: Path, task: str, limit: int) -> list[Any]:
+def evaluate(lm: Any, task: str, limit: int, gen_kwargs: str | None = None) -> list[Any]:
     """What the model answered to each of the first `limit` items: [(logprob, is greedy), ...] of
     the choices, or the text."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     found = lm_eval.simple_evaluate(
-        model=lm, tasks=[task], num_fewshot=SHOTS[task], limit=limit, log_samples=True,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        model=lm, tasks=[task], limit=limit, log_samples=True, gen_kwargs=gen_kwargs,
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
         bootstrap_iters=0, verbosity="ERROR",
     )  # fmt: skip
     samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
@@ -130,7 +74,7 @@ def rksc_model(path: Path) -> Any:
 
 def compare(task: str, ours: list[Any], theirs: list[Any]) -> list[str]:
     """How far the answers are from each other, then each item that differs."""
-    if task == "rksc_gsm8k":
+    if task == GSM8K:
         return _compare_texts(ours, theirs)
     pairs = [p for a, b in zip(ours, theirs, strict=True) for p in zip(a, b, strict=True)]
     worst = max(abs(x[0] - y[0]) for x, y in pairs)
@@ -172,31 +116,28 @@ def main() -> int:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     path = options.model or Path(demo.find_model())
-    limits = {"rksc_arc": options.arc, "rksc_gsm8k": options.gsm8k}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_tasks(folder)
-        reference = hf_model(path, 1)
-        for task, limit in limits.items():
-            if not limit:
-                continue
-            lm = rksc_model(path)
+    limits = {ARC: options.arc, GSM8K: options.gsm8k}
+    reference = hf_model(path, 1)
+    for task, limit in limits.items():
+        if not limit:
+            continue
+        lm = rksc_model(path)
+        began = time.perf_counter()
+        ours = evaluate(lm, task, limit)
+        own = time.perf_counter() - began
+        times: dict[int, float] = {}
+        theirs: list[Any] = []
+        for batch in options.batch or (1, 4, 16):
+            reference.batch_size_per_gpu = batch
             began = time.perf_counter()
-            ours = evaluate(lm, folder, task, limit)
-            own = time.perf_counter() - began
-            times: dict[int, float] = {}
-            theirs: list[Any] = []
-            for batch in options.batch or (1, 4, 16):
-                reference.batch_size_per_gpu = batch
-                began = time.perf_counter()
-                theirs = evaluate(reference, folder, task, limit)
-                times[batch] = time.perf_counter() - began
-            best = min(times, key=lambda batch: times[batch])
-            print(f"{task}, {limit} items, {SHOTS[task]} examples: rksc {own:.1f} s, hf "
-                  + ", ".join(f"{t:.1f} s (batch {b})" for b, t in times.items())
-                  + f": {times[best] / own:.1f} times as fast", flush=True)  # fmt: skip
-            for line in compare(task, ours, theirs):
-                print(f"  {line}", flush=True)
+            theirs = evaluate(reference, task, limit)
+            times[batch] = time.perf_counter() - began
+        best = min(times, key=lambda batch: times[batch])
+        print(f"{task}, {limit} items: rksc {own:.1f} s, hf "
+              + ", ".join(f"{t:.1f} s (batch {b})" for b, t in times.items())
+              + f": {times[best] / own:.1f} times as fast", flush=True)  # fmt: skip
+        for line in compare(task, ours, theirs):
+            print(f"  {line}", flush=True)
     return 0
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -222,6 +223,9 @@ def test_reasoners_language_model(client: OpenAI) -> None:
 # ---- lm-evaluation-harness -----------------------------------------------------------------------
 
 
+GSM8K_LENGTH = "max_gen_toks=24"  # because hf takes its time
+
+
 def close(ours: list[Any], theirs: list[Any]) -> bool:
     """Log-likelihoods to 1e-3 and the same greedy marks."""
     return all(
@@ -233,7 +237,7 @@ def close(ours: list[Any], theirs: list[Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def harness() -> Any:
-    """benchmarks/harness.py, whose tasks are made of the files in data/."""
+    """benchmarks/harness.py, which runs the tasks in examples/lm_eval."""
     pytest.importorskip("lm_eval")
     spec = importlib.util.spec_from_file_location("harness", ROOT / "benchmarks" / "harness.py")
     assert spec is not None and spec.loader is not None
@@ -242,15 +246,28 @@ def harness() -> Any:
     return module
 
 
-def test_harness_equals_hf(harness: Any, smollm2: Model, tmp_path: Path) -> None:
-    """Item by item, with 25 and 5 examples, in float32; few items, because hf takes its time."""
-    harness.write_tasks(tmp_path, max_gen_toks=24)
-    path = Path(str(smollm2.path))
-    ours, theirs = harness.rksc_model(path), harness.hf_model(path, 1)
-    for task, limit in (("rksc_arc", 1), ("rksc_gsm8k", 2)):
-        a, b = (harness.evaluate(lm, tmp_path, task, limit) for lm in (ours, theirs))
-        assert len(a) == limit
-        assert a == b if task == "rksc_gsm8k" else close(a, b)
+@pytest.fixture(scope="module")
+def hf(harness: Any, smollm2: Model) -> Any:
+    return harness.hf_model(Path(str(smollm2.path)), 1)
+
+
+@pytest.fixture(scope="module")
+def hf_answers(harness: Any, hf: Any) -> dict[str, list[Any]]:
+    """Of the first items of both tasks, with 25 and 5 examples, in float32."""
+    limits = {harness.ARC: 1, harness.GSM8K: 2}
+    return {task: harness.evaluate(hf, task, n, GSM8K_LENGTH) for task, n in limits.items()}
+
+
+def test_harness_equals_hf(
+    harness: Any, hf: Any, hf_answers: dict[str, list[Any]], smollm2: Model
+) -> None:
+    ours = harness.rksc_model(Path(str(smollm2.path)))
+    arc, gsm8k = (
+        harness.evaluate(ours, task, len(theirs), GSM8K_LENGTH)
+        for task, theirs in hf_answers.items()
+    )
+    assert close(arc, hf_answers[harness.ARC])
+    assert gsm8k == hf_answers[harness.GSM8K]
     reused = ours.engine.session.stats().tokens_reused
     assert reused > 500  # GSM8K's second item finds the examples
 
@@ -258,24 +275,44 @@ def test_harness_equals_hf(harness: Any, smollm2: Model, tmp_path: Path) -> None
 
     text = (ROOT / "README.md").read_text("utf-8")[:900]
     rolling = [Instance("loglikelihood_rolling", {}, (text,), 0)]
-    ours.max_length = theirs._max_length = 64
-    got, expected = (lm.loglikelihood_rolling(rolling)[0] for lm in (ours, theirs))
+    ours.max_length = hf._max_length = 64
+    got, expected = (lm.loglikelihood_rolling(rolling)[0] for lm in (ours, hf))
     assert got == pytest.approx(expected, abs=5e-3)
 
 
-def test_the_harness_command(harness: Any, smollm2: Model, tmp_path: Path) -> None:
-    harness.write_tasks(tmp_path)
+@pytest.mark.parametrize("command", ["lm_eval", "rksc lm-eval"])
+def test_the_harness_commands(
+    harness: Any, hf_answers: dict[str, list[Any]], smollm2: Model, tmp_path: Path, command: str
+) -> None:
+    """The harness's own command knows the model from the task files in examples/lm_eval, ours from
+    the start. The answers that either writes down are hf's."""
+    if command == "lm_eval":
+        call = ["-m", "lm_eval", "--tasks", str(harness.TASKS)]
+    else:
+        tasks = f"{harness.ARC},{harness.GSM8K}"
+        call = ["-m", "rksc.cli", "lm-eval", "--include_path", str(harness.TASKS), "--tasks", tasks]
     done = subprocess.run(
         [
-            sys.executable, "-m", "rksc.cli", "lm-eval", "--model", "rksc", "--model_args",
-            f"pretrained={smollm2.path},dtype=float32", "--tasks", "rksc_arc", "--include_path",
-            str(tmp_path), "--num_fewshot", "1", "--limit", "2",
+            sys.executable, *call, "--model", "rksc", "--model_args",
+            f"pretrained={smollm2.path},dtype=float32", "--limit", "1", "--gen_kwargs",
+            GSM8K_LENGTH, "--log_samples", "--output_path", str(tmp_path / "answers"),
         ],
-        capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+                          "HF_HOME": str(tmp_path / "hf")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"rksc_arc\s*\|.*acc_norm", done.stdout, re.S), done.stdout
+    assert re.search(r"local_arc_challenge\s*\|.*acc_norm", done.stdout, re.S), done.stdout
+    written = {
+        task: [json.loads(line)["resps"] for line in file.read_text("utf-8").splitlines()]
+        for task in hf_answers
+        for file in tmp_path.glob(f"answers/*/samples_{task}_*.jsonl")
+    }
+    (gsm8k,) = written[harness.GSM8K]
+    assert [answer for (answer,) in gsm8k] == hf_answers[harness.GSM8K][0]
+    (arc,) = written[harness.ARC]
+    choices = [(float(logprob), str(greedy) == "True") for ((logprob, greedy),) in arc]
+    assert close([choices], hf_answers[harness.ARC])
 
 
 def test_the_harness_may_find_the_model_by_its_entry_point(harness: Any) -> None:

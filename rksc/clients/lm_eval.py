@@ -3,8 +3,9 @@
     rksc lm-eval --model rksc --model_args pretrained=model.gguf --tasks arc_challenge
 
 `rksc lm-eval` is the harness's own command with this model registered: up to 0.4.13 it looks for
-no models but its own, later versions find this one by its entry point. A program imports this
-module and calls `lm_eval.simple_evaluate(model="rksc", model_args=...)`.
+no models but its own, later versions find this one by its entry point. Its bare `lm_eval` command
+knows the model, too, with a task file whose functions import this module (examples/lm_eval). A
+program imports it and calls `lm_eval.simple_evaluate(model="rksc", model_args=...)`.
 
 A multiple choice is one context and k continuations: the context is computed once, what it
 has in common with the few-shot header of all others is in the cache, and the continuations are
