@@ -88,9 +88,9 @@ static void score_tiles(float *scores, const char *q, int32_t steps,
     zero_tiles();
     for (int32_t s = 0; s < steps; s++) {
         _tile_loadd(4, q + s * 64, (long)q_bytes);
-        _tile_loadd(6, a->k + s * SIDE * a->stride, a->stride);
+        _tile_stream_loadd(6, a->k + s * SIDE * a->stride, a->stride);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b->k + s * SIDE * b->stride, b->stride);
+        _tile_stream_loadd(7, b->k + s * SIDE * b->stride, b->stride);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
             _tile_loadd(5, q2 + s * 64, (long)q_bytes);
@@ -180,13 +180,14 @@ weigh_scores(float *scores, cpu_span use, int32_t n, float max, float scale,
              bool whole)
 {
     const vf mask = _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000));
-    const vf top = vf_set1(max), by = vf_set1(scale * 1.44269504088896341f);
+    const vf by = vf_set1(scale * 1.44269504088896341f);
+    const vf top = vf_mul(vf_set1(-max), by);
     vf even = vf_zero(), odd = vf_zero();
     for (int32_t i = 0; i < n; i += GROUP_KEYS) {
         vf a = score_vector(scores, i, use, whole);
         vf b = score_vector(scores, i + LANES, use, whole);
-        a = exp2_below(vf_mul(vf_sub(a, top), by));
-        b = exp2_below(vf_mul(vf_sub(b, top), by));
+        a = exp2_below(vf_fma(a, by, top));
+        b = exp2_below(vf_fma(b, by, top));
         even = vf_add(even, a);
         odd = vf_add(odd, b);
         vf a_high = _mm512_and_ps(a, mask), b_high = _mm512_and_ps(b, mask);
@@ -297,9 +298,9 @@ value_tiles(float *out, int32_t stride, const char *p, const char *v, int32_t n,
     const long row = (long)stride * 4;
     zero_tiles();
     for (int32_t g = 0; g < n; g++) {
-        _tile_loadd(6, v, row);
+        _tile_stream_loadd(6, v, row);
         if (two_dims) {
-            _tile_loadd(7, v + 64, row);
+            _tile_stream_loadd(7, v + 64, row);
         }
         UNROLL
         for (int half = 0; half < 2; half++) { /* high, low */
