@@ -33,6 +33,7 @@ class Letters:
     """What BranchSession, Wordings and clients ask of a rksc.Tokenizer."""
 
     bos_id = BOS
+    vocab_size = len(PIECES)
 
     def __init__(self, *, adds_bos: bool = True, chat: bool = False) -> None:
         self.adds_bos = adds_bos

@@ -235,7 +235,7 @@ def test_logprobs_are_those_of_the_model(client: OpenAI) -> None:
         if row is None:
             continue
         best = np.argsort(-row)[:3]
-        values = list(scored.top_logprobs[i].values())
+        values = list(scored.top_logprobs[i].values())[:3]
         assert values == sorted(values, reverse=True)
         assert values == pytest.approx(row[best].tolist(), abs=1e-4)
         if i < n:
@@ -245,6 +245,37 @@ def test_logprobs_are_those_of_the_model(client: OpenAI) -> None:
     assert answer.choices[0].text.startswith(LONG)
 
 
+def test_each_token_has_its_own_spelling_value_and_place(client: OpenAI) -> None:
+    """Halves of characters, too, in the prompt and in what is sampled; the token that came stands
+    among the alternatives, with the value that it has as that token."""
+    settings: dict[str, Any] = {
+        "prompt": "ab é😀漢é, " * 3, "max_tokens": 40, "temperature": 3, "seed": 2,
+        "ignore_eos": True,
+    }  # fmt: skip
+    answer = client.completions.create(**settings, logprobs=20, echo=True).choices[0]
+    scored, token_bytes = answer.logprobs, client.engine.token_bytes
+    spelled = {scored.tokens[i]: None for i in range(len(scored.tokens))}
+    assert {"bytes:\\xc3", "bytes:\\xf0\\x9f", "漢", "<s>"} <= set(spelled)
+    rows = list(zip(scored.tokens, scored.token_logprobs, scored.top_logprobs, strict=True))
+    assert {len(row) for _, _, row in rows[1:]} == {20, 21}
+    assert all(row[token] == logprob for token, logprob, row in rows[1:])
+    prompt = client.engine.encode(settings["prompt"]).tolist()
+    assert answer.text.startswith(settings["prompt"])
+    for i, at in enumerate(scored.text_offset[: len(prompt)]):
+        before = b"".join(token_bytes[token] for token in prompt[:i])
+        assert at == len(before.decode(errors="ignore"))
+    assert scored.text_offset[len(prompt)] == len(settings["prompt"])
+    assert scored.text_offset == sorted(scored.text_offset)
+    assert scored.text_offset[-1] <= len(answer.text)
+
+    whole = client.completions.create(**settings, logprobs=0).choices[0].logprobs
+    chunks = list(client.completions.create(**settings, logprobs=0, stream=True))
+    streamed = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for part in streamed for value in part[name]] == whole[name]
+    assert whole.token_logprobs == scored.token_logprobs[len(prompt) :]
+
+
 def test_chat_logprobs_have_bytes_and_alternatives(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         messages=ASK, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2, ignore_eos=True
@@ -252,9 +283,12 @@ def test_chat_logprobs_have_bytes_and_alternatives(client: OpenAI) -> None:
     content = answer.choices[0].logprobs.content
     assert len(content) == 5
     for entry in content:
-        assert bytes(entry.bytes).decode(errors="replace") in ("", entry.token)
+        if entry.token.startswith("bytes:"):
+            assert entry.token == "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.bytes)
+        else:
+            assert bytes(entry.bytes).decode() in ("", entry.token)
         assert len(entry.top_logprobs) == 2
-        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-5)
+        assert entry.top_logprobs[0].logprob == entry.logprob
         assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
 
 

@@ -27,7 +27,8 @@ from ..tokenizer import Tokenizer
 from ..types import Tokens
 
 Alternatives = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""The k most likely tokens and their natural log-probabilities, most likely first."""
+"""The k most likely tokens and their natural log-probabilities, most likely first. The token that
+came has the very value here that it has as that token."""
 
 Score = tuple[NDArray[np.float32], NDArray[np.int32]]
 """The natural log-probability of each token of a continuation, and the tokens that would have been
@@ -344,19 +345,23 @@ class Engine:
         assert sample._branch is not None
         begin = len(sample.prompt) - 1
         return self._alternatives_at(
-            sample._branch, begin, begin + len(sample.tokens), sample.n_alternatives
+            sample._branch, begin, sample.tokens, sample.logprobs, sample.n_alternatives
         )
 
-    def _alternatives_at(self, branch: Branch, begin: int, end: int, k: int) -> list[Alternatives]:
-        """What might have followed each of the tokens [begin, end): one more pass over them."""
+    def _alternatives_at(
+        self, branch: Branch, begin: int, tokens: Tokens, logprobs: Sequence[float], k: int
+    ) -> list[Alternatives]:
+        """What might have come at positions begin + 1, ... of a branch where these tokens of these
+        log-probabilities did: one more pass. log p(other) = log p(token) + logit difference."""
         found: list[Alternatives] = []
-        for at in range(begin, end, _LOGITS_AT_ONCE):
-            logits = self.session._logits_at(branch, at, min(at + _LOGITS_AT_ONCE, end))
-            shifted = logits - logits.max(1, keepdims=True)
-            total = np.exp(shifted).sum(1, dtype=np.float64, keepdims=True)
-            logprobs = shifted - np.log(total).astype(np.float32)
-            best = np.argsort(-logprobs, axis=1, kind="stable")[:, :k]
-            found += [(ids, row[ids]) for ids, row in zip(best, logprobs, strict=True)]
+        for first in range(0, len(tokens), _LOGITS_AT_ONCE):
+            last = min(first + _LOGITS_AT_ONCE, len(tokens))
+            logits = self.session._logits_at(branch, begin + first, begin + last)
+            best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+            came = zip(tokens[first:last], logprobs[first:last], strict=True)
+            for row, ids, (token, logprob) in zip(logits, best, came, strict=True):
+                values = row[ids].astype(np.float64) - row[token] + logprob
+                found.append((ids, values.astype(np.float32)))
         return found
 
     def scores(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Score]]:
@@ -388,10 +393,13 @@ class Engine:
         """Log-probabilities of a prompt's tokens from the second on, and alternatives."""
         first = self.session.prefill(prompt[:1])
         logprobs, _ = self.session._score(first, [prompt[1:]])[0]
+        first.drop()
         if not n_alternatives:
             return logprobs.tolist(), []
         whole = self.session.prefill(prompt)
-        return logprobs.tolist(), self._alternatives_at(whole, 0, len(prompt) - 1, n_alternatives)
+        found = self._alternatives_at(whole, 0, prompt[1:], logprobs.tolist(), n_alternatives)
+        whole.drop()
+        return logprobs.tolist(), found
 
 
 def copies(sample: Sample, n: int) -> list[Sample]:

@@ -7,6 +7,7 @@ is left aside in silence.
 
 from __future__ import annotations
 
+import codecs
 import math
 import secrets
 import time
@@ -305,6 +306,7 @@ def _prompts(f: Fields, engine: Engine) -> list[NDArray[np.int32]]:
 def response(engine: Engine, request: Request) -> Record:
     """The whole answer, once all samples have ended."""
     choices = []
+    before = _Prompt()
     for i, sample in enumerate(request.samples):
         choice: dict[str, Any] = {"index": i}
         text = _text(request, sample)
@@ -312,14 +314,12 @@ def response(engine: Engine, request: Request) -> Record:
             choice["message"] = _MESSAGE | {"role": "assistant", "content": text}
             choice["logprobs"] = _chat_logprobs(engine, sample) if request.logprobs else None
         else:
-            scored = _Scored([], [], [])
-            if request.echo:
-                text = engine.session.decode(sample.prompt) + text
-                scored = _prompt_scores(engine, request, sample)
-            choice["text"] = text
+            if request.echo and i % request.n == 0:
+                before = _prompt(engine, request, sample)
+            choice["text"] = before.text + text
             choice["logprobs"] = None
             if request.logprobs:
-                choice["logprobs"] = _completion_logprobs(engine, request, sample, scored)
+                choice["logprobs"] = _completion_logprobs(engine, request, sample, before)
         choice["finish_reason"] = _finish(sample)
         choices.append(choice)
     return Record(_head(request, request.kind) | {"choices": choices, "usage": usage(request)})
@@ -372,6 +372,7 @@ class Chunks:
     def __init__(self, engine: Engine, request: Request) -> None:
         self._engine, self._request = engine, request
         self._index = {sample: i for i, sample in enumerate(request.samples)}
+        self._offsets = {sample: _Offsets(engine) for sample in request.samples}
         self._kind = "chat.completion.chunk" if request.chat else "text_completion"
 
     def opening(self) -> Iterator[Record]:
@@ -386,7 +387,7 @@ class Chunks:
         text = (token.text or "") + _kept_stop(request, token.finish_reason, token.stop)
         scored = request.logprobs and token.token >= 0
         if text or scored:
-            yield self._chunk(i, text, self._logprobs(token) if scored else None)
+            yield self._chunk(i, text, self._logprobs(sample, token) if scored else None)
         if token.finish_reason is not None:
             yield self._chunk(i, "", finish=_finish(sample))
 
@@ -412,31 +413,43 @@ class Chunks:
         choice |= {"logprobs": logprobs, "finish_reason": finish}
         return Record(_head(self._request, self._kind) | {"choices": [choice]})
 
-    def _logprobs(self, token: Token) -> dict[str, Any]:
+    def _logprobs(self, sample: Sample, token: Token) -> dict[str, Any]:
         if self._request.chat:
             return {"content": [_entry(self._engine, token.token, token.logprob)], "refusal": None}
         return {
             "tokens": [_spelling(self._engine, token.token)], "token_logprobs": [token.logprob],
-            "top_logprobs": None, "text_offset": [],
+            "top_logprobs": None, "text_offset": [self._offsets[sample].feed(token.token)],
         }  # fmt: skip
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """Tokens with their log-probabilities (None for a prompt's first) and alternatives."""
+class _Offsets:
+    """Where the tokens of a text begin in it: the characters that are whole before each one."""
 
-    tokens: list[int]
-    logprobs: list[float | None]
-    alternatives: list[Alternatives | None]
+    def __init__(self, engine: Engine, at: int = 0) -> None:
+        self._bytes, self._at = engine.token_bytes, at
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> int:
+        """The offset of the next token."""
+        at = self._at
+        self._at += len(self._decoder.decode(self._bytes[token]))
+        return at
 
 
 def _spelling(engine: Engine, token: int) -> str:
-    return engine.token_bytes[token].decode(errors="replace") or engine.tokenizer.decode(
-        [token], special=True, start=False
-    )
+    """As OpenAI spells tokens: bytes that are no text have their values. Different tokens differ,
+    so that they can be keys."""
+    data = engine.token_bytes[token]
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    if not text and token < engine.tokenizer.vocab_size:
+        text = engine.tokenizer.decode([token], special=True, start=False)
+    return text or f"token_id:{token}"
 
 
 def _entry(engine: Engine, token: int, logprob: float) -> dict[str, Any]:
@@ -462,39 +475,55 @@ def _chat_logprobs(engine: Engine, sample: Sample) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _prompt_scores(engine: Engine, request: Request, sample: Sample) -> _Scored:
+@dataclass
+class _Prompt:
+    """What an answer with echo begins with: a prompt's text, and what is known of its tokens."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)  # None for the first
+    alternatives: list[Alternatives | None] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+
+def _prompt(engine: Engine, request: Request, sample: Sample) -> _Prompt:
+    tokens = sample.prompt.tolist()
+    text = engine.session.decode(tokens)
     if not request.logprobs:
-        return _Scored([], [], [])
-    logprobs, alternatives = engine.score_prompt(sample.prompt, request.n_alternatives)
-    others: list[Alternatives | None] = [None, *alternatives]
-    others += [None] * (len(sample.prompt) - len(others))
-    return _Scored(sample.prompt.tolist(), [None, *logprobs], others)
+        return _Prompt(text)
+    logprobs, others = engine.score_prompt(sample.prompt, request.n_alternatives)
+    # The space that SentencePiece models put before a text is not in it.
+    own = b"".join(engine.token_bytes[token] for token in tokens).decode(errors="replace")
+    offsets = _Offsets(engine, len(text) - len(own))
+    begins = [max(0, offsets.feed(token)) for token in tokens]
+    return _Prompt(text, tokens, [None, *logprobs], [None, *others], begins)
 
 
 def _completion_logprobs(
-    engine: Engine, request: Request, sample: Sample, before: _Scored
+    engine: Engine, request: Request, sample: Sample, before: _Prompt
 ) -> dict[str, Any]:
     tokens = before.tokens + sample.tokens
-    spelled = [_spelling(engine, token) for token in tokens]
-    alternatives = [*before.alternatives, *sample.alternatives]
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(engine.token_bytes[token].decode(errors="replace"))
+    logprobs = before.logprobs + sample.logprobs
+    offsets = _Offsets(engine, len(before.text))
+    top = None
+    if request.n_alternatives:
+        rows = zip(tokens, logprobs, [*before.alternatives, *sample.alternatives], strict=True)
+        top = [_by_spelling(engine, *row) for row in rows]
     return {
-        "tokens": spelled,
-        "token_logprobs": before.logprobs + sample.logprobs,
-        "top_logprobs": [_by_spelling(engine, a) for a in alternatives]
-        if request.n_alternatives
-        else None,
-        "text_offset": offsets,
+        "tokens": [_spelling(engine, token) for token in tokens],
+        "token_logprobs": logprobs,
+        "top_logprobs": top,
+        "text_offset": before.offsets + [offsets.feed(token) for token in sample.tokens],
     }
 
 
-def _by_spelling(engine: Engine, alternatives: Alternatives | None) -> dict[str, float] | None:
+def _by_spelling(
+    engine: Engine, token: int, logprob: float | None, alternatives: Alternatives | None
+) -> dict[str, float | None] | None:
+    """The most likely tokens, and the one that came even if it is none of them."""
     if alternatives is None:
         return None
-    found: dict[str, float] = {}
-    for token, value in zip(*alternatives, strict=True):
-        found.setdefault(_spelling(engine, int(token)), float(value))
-    return found
+    found: dict[str, float | None] = {}
+    for other, value in zip(*alternatives, strict=True):
+        found.setdefault(_spelling(engine, int(other)), float(value))
+    return found | {_spelling(engine, token): logprob}
