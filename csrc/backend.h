@@ -148,11 +148,10 @@ typedef struct rk_ops {
     rk_status (*check)(rk_device *dev, rk_error *err);
     /* Can the device read this address? (If not, weights are uploaded.) */
     bool (*holds)(rk_device *dev, const void *memory);
-    /* Lend what alloc gave, with what the ops so far put into it; *out owns
-     * it from then on. After a failure the caller still does. NULL: the
-     * device's memory is the host's. */
-    rk_status (*lend)(rk_device *dev, rk_lent **out, void *memory,
-                      rk_error *err);
+    /* Lend a copy of what the ops so far have put into `src`; does not wait
+     * for them. NULL: the device's memory is the host's. */
+    rk_status (*lend)(rk_device *dev, rk_lent **out, const void *src,
+                      size_t bytes, rk_error *err);
 
     /* -- KV pool: all layers of a block at once */
     void (*kv_copy)(rk_device *dev, int32_t dst_block, int32_t src_block);

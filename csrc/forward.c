@@ -41,9 +41,10 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
         ops->alloc(device, outputs * (size_t)c->vocab_size * sizeof(float));
     f->picks = ops->alloc(device, outputs * sizeof(rk_pick));
     f->few = ops->alloc(device, outputs * 2 * sizeof(float));
+    f->hidden = ops->alloc(device, (size_t)c->n_layers * width * sizeof(float));
     if (f->x == NULL || f->y == NULL || f->a == NULL || f->q == NULL ||
         f->h == NULL || f->logits == NULL || f->picks == NULL ||
-        f->few == NULL) {
+        f->few == NULL || f->hidden == NULL) {
         rk_forward_free(f);
         return rk_fail(err, RK_ENOMEM, "no memory for a step of %d rows",
                        (int)max_rows);
@@ -54,8 +55,8 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
 void rk_forward_free(rk_forward *f)
 {
     if (f->device != NULL) {
-        void *all[] = {f->x, f->y,      f->a,     f->q,
-                       f->h, f->logits, f->picks, f->few};
+        void *all[] = {f->x,      f->y,     f->a,   f->q,     f->h,
+                       f->logits, f->picks, f->few, f->hidden};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
             f->device->ops->free(f->device, all[i]);
         }
@@ -84,15 +85,14 @@ void rk_forward_layer(rk_forward *f, int32_t layer_id, float *x, int32_t n)
     ops->linear(dev, x, f->h, &layer->down, n, true);
 }
 
-/* logits = head(norm(x[rows])) for n <= max_outputs rows. */
-static void head(rk_forward *f, float *logits, const int32_t *rows, int32_t n,
-                 bool norm)
+/* f->logits = head(norm(x[rows])) for n <= max_outputs rows. */
+static void head(rk_forward *f, const int32_t *rows, int32_t n, bool norm)
 {
     rk_device *dev = f->device;
     const rk_ops *ops = dev->ops;
     ops->gather(dev, f->y, f->x, rows, n, f->model->config.width);
     ops->norm(dev, f->a, f->y, norm ? f->model->norm : NULL, n);
-    ops->linear(dev, logits, f->a, &f->model->head, n, false);
+    ops->linear(dev, f->logits, f->a, &f->model->head, n, false);
 }
 
 rk_status rk_forward_fetch(const rk_forward *f, void *host, const void *src,
@@ -110,7 +110,7 @@ rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
     rk_status status = RK_OK;
     for (int32_t i = 0; i < n && status == RK_OK; i += f->max_outputs) {
         int32_t m = n - i < f->max_outputs ? n - i : f->max_outputs;
-        head(f, f->logits, rows + i, m, norm);
+        head(f, rows + i, m, norm);
         dev->ops->pick(dev, f->picks, f->logits, draws + i, m);
         status = rk_forward_fetch(f, picks + i, f->picks,
                                   (size_t)m * sizeof *picks, err);
@@ -118,20 +118,18 @@ rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
     return status;
 }
 
+void rk_forward_leave(rk_forward *f, const int32_t *rows, int32_t n)
+{
+    head(f, rows, n, true);
+}
+
 rk_status rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
                             float *logits, rk_error *err)
 {
-    head(f, f->logits, rows, n, true);
+    rk_forward_leave(f, rows, n);
     return rk_forward_fetch(
         f, logits, f->logits,
         (size_t)n * (size_t)f->model->config.vocab_size * sizeof *logits, err);
-}
-
-rk_status rk_forward_leave(rk_forward *f, const int32_t *rows, int32_t n,
-                           float *logits, rk_error *err)
-{
-    head(f, logits, rows, n, true);
-    return f->device->ops->check(f->device, err);
 }
 
 rk_status rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,

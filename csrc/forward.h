@@ -17,6 +17,7 @@ typedef struct rk_forward {
     float *logits;  /* (max_outputs, vocab_size) */
     rk_pick *picks; /* (max_outputs,) */
     float *few;     /* (max_outputs, 2) answers and cosines */
+    float *hidden;  /* (n_layers, width) one row after each layer */
 } rk_forward;
 
 rk_status rk_forward_create(rk_forward *f, rk_device *device,
@@ -41,10 +42,8 @@ rk_status rk_forward_pick(rk_forward *f, const int32_t *rows,
 rk_status rk_forward_logits(rk_forward *f, const int32_t *rows, int32_t n,
                             float *logits, rk_error *err);
 
-/* The same, left in `logits`: memory of the device, with room for
- * rk_rows_room(n) rows. */
-rk_status rk_forward_leave(rk_forward *f, const int32_t *rows, int32_t n,
-                           float *logits, rk_error *err);
+/* The same, left in f->logits. */
+void rk_forward_leave(rk_forward *f, const int32_t *rows, int32_t n);
 
 /* float32 logits of two tokens; answers: host (n, 2). */
 rk_status rk_forward_answer(rk_forward *f, const int32_t *rows, int32_t n,

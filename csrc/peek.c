@@ -1,7 +1,8 @@
 /* What a branch would say next: the logits after its tokens, and the residual
  * stream on the way to them, for the host or, on a GPU, in memory that others
- * use where it lies. What the host is given holds no NaN; what stays on the
- * device is not looked at.
+ * use where it lies. Either is left in the forward's own memory first, so that
+ * a device sees the same step each time. What the host is given holds no NaN;
+ * what stays on the device is not looked at.
  */
 #include <math.h>
 
@@ -32,33 +33,79 @@ static rk_status check_rows(const char *what, const float *values, int32_t rows,
     return RK_OK;
 }
 
-/* Into `host`, or into memory of the device that is read later, if at all. */
-static rk_status logits(rk_session *s, rk_branch *branch, float *host,
-                        float *device, rk_error *err)
+/* The last token once more: its logits are left in the forward's `logits`, or,
+ * `layers`, its residual stream after each layer in `hidden`. */
+static rk_status leave(rk_session *s, rk_branch *branch, bool layers,
+                       rk_error *err)
 {
     rk_forward *f = &s->forward;
+    const rk_config *c = &s->model.config;
     rk_status status = rk_session_peek(s, branch, err);
     if (status != RK_OK) {
         return status;
     }
-    status = rk_step_layers(s, 0, s->model.config.n_layers, NULL, err);
-    if (status == RK_OK && host != NULL) {
-        status = rk_forward_logits(f, s->step.first_rows, 1, host, err);
-        if (status == RK_OK) {
-            status = check_rows("logits", host, 1, s->model.config.vocab_size,
-                                branch, branch->n_tokens - 1, err);
+    for (int32_t l = 0; l < c->n_layers && status == RK_OK; l++) {
+        status = rk_step_layers(s, l, l + 1, NULL, err);
+        if (status == RK_OK && layers) {
+            s->device->ops->gather(s->device,
+                                   f->hidden + (size_t)l * (size_t)c->width,
+                                   f->x, s->step.first_rows, 1, c->width);
         }
-    } else if (status == RK_OK) {
-        status = rk_forward_leave(f, s->step.first_rows, 1, device, err);
+    }
+    if (status == RK_OK && !layers) {
+        rk_forward_leave(f, s->step.first_rows, 1);
     }
     rk_step_close(s, status == RK_OK);
     return status;
 }
 
+/* What `leave` left, n numbers. */
+static const float *left(const rk_session *s, bool layers, size_t *n)
+{
+    const rk_config *c = &s->model.config;
+    *n =
+        layers ? (size_t)c->n_layers * (size_t)c->width : (size_t)c->vocab_size;
+    return layers ? s->forward.hidden : s->forward.logits;
+}
+
+static rk_status peek(rk_session *s, rk_branch *branch, bool layers, float *out,
+                      rk_error *err)
+{
+    rk_status status = leave(s, branch, layers, err);
+    size_t n;
+    const float *values = left(s, layers, &n);
+    if (status == RK_OK) {
+        status =
+            rk_forward_fetch(&s->forward, out, values, n * sizeof *out, err);
+    }
+    return status != RK_OK
+               ? status
+               : check_rows(layers ? "hidden states" : "logits", out, 1,
+                            (int32_t)n, branch, branch->n_tokens - 1, err);
+}
+
 rk_status rk_session_logits(rk_session *s, rk_branch *branch, float *out,
                             rk_error *err)
 {
-    return logits(s, branch, out, NULL, err);
+    return peek(s, branch, false, out, err);
+}
+
+rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *out,
+                            rk_error *err)
+{
+    return peek(s, branch, true, out, err);
+}
+
+rk_status rk_session_lend(rk_session *s, rk_branch *branch, bool layers,
+                          rk_lent **out, rk_error *err)
+{
+    rk_status status = leave(s, branch, layers, err);
+    size_t n;
+    const float *values = left(s, layers, &n);
+    *out = NULL;
+    return status != RK_OK ? status
+                           : s->device->ops->lend(s->device, out, values,
+                                                  n * sizeof *values, err);
 }
 
 rk_status rk_session_logits_at(rk_session *s, rk_branch *branch, int32_t begin,
@@ -89,66 +136,6 @@ rk_status rk_session_logits_at(rk_session *s, rk_branch *branch, int32_t begin,
         rk_step_close(s, status == RK_OK);
         logits += (size_t)n * (size_t)s->model.config.vocab_size;
         begin += n;
-    }
-    return status;
-}
-
-/* As above; one row of the residual stream after each layer. */
-static rk_status hidden(rk_session *s, rk_branch *branch, float *host,
-                        float *device, rk_error *err)
-{
-    const rk_forward *f = &s->forward;
-    rk_status status = rk_session_peek(s, branch, err);
-    int32_t width = s->model.config.width;
-    if (status != RK_OK) {
-        return status;
-    }
-    for (int32_t l = 0; l < s->model.config.n_layers && status == RK_OK; l++) {
-        size_t at = (size_t)l * (size_t)width;
-        status = rk_step_layers(s, l, l + 1, NULL, err);
-        if (status == RK_OK && host != NULL) {
-            status = rk_forward_fetch(f, host + at, f->x,
-                                      (size_t)width * sizeof *host, err);
-            if (status == RK_OK) {
-                status = check_rows("hidden states", host + at, 1, width,
-                                    branch, branch->n_tokens - 1, err);
-            }
-        } else if (status == RK_OK) {
-            s->device->ops->gather(s->device, device + at, f->x,
-                                   s->step.first_rows, 1, width);
-        }
-    }
-    rk_step_close(s, status == RK_OK);
-    return status;
-}
-
-rk_status rk_session_hidden(rk_session *s, rk_branch *branch, float *out,
-                            rk_error *err)
-{
-    return hidden(s, branch, out, NULL, err);
-}
-
-rk_status rk_session_lend(rk_session *s, rk_branch *branch, bool layers,
-                          rk_lent **out, rk_error *err)
-{
-    const rk_config *c = &s->model.config;
-    const rk_ops *ops = s->device->ops;
-    size_t n =
-        layers ? (size_t)c->n_layers * (size_t)c->width : (size_t)c->vocab_size;
-    float *memory = ops->alloc(s->device, n * sizeof *memory);
-    *out = NULL;
-    if (memory == NULL) {
-        return rk_fail(err, RK_ENOMEM,
-                       "the device has no memory for a result of %zu bytes",
-                       n * sizeof *memory);
-    }
-    rk_status status = layers ? hidden(s, branch, NULL, memory, err)
-                              : logits(s, branch, NULL, memory, err);
-    if (status == RK_OK) {
-        status = ops->lend(s->device, out, memory, err);
-    }
-    if (status != RK_OK) {
-        ops->free(s->device, memory);
     }
     return status;
 }

@@ -129,7 +129,9 @@ class Branch:
         """The logits where the session computes, for `torch.from_dlpack` and its like.
 
         On a GPU the array is the caller's alone, computed on each access; nothing is copied to
-        the host, and nothing waits. On the CPU these are `logits`.
+        the host, and the call does not wait for the numbers. (When 16 such arrays are gone, the
+        next call waits once for all that is queued on the GPU: they may still be read there.) On
+        the CPU these are `logits`.
         """
     @property
     def device_hidden(self) -> DeviceArray | NDArray[np.float32]:

@@ -265,7 +265,7 @@ class Ops(c.Structure):
         ("destroy", _op(None)),
         ("check", _op(c.c_int, c.POINTER(Error))),
         ("holds", _op(c.c_bool, _P)),
-        ("lend", _op(c.c_int, _P, _P, _P)),
+        ("lend", _op(c.c_int, _P, _P, _N, _P)),
         ("kv_copy", _op(None, _I, _I)),
         ("kv_fill", _op(None, _I, c.c_uint8)),
         ("begin", _op(None, c.POINTER(Batch))),

@@ -50,9 +50,9 @@ cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes);
 /* Give a piece back (NULL: nothing). Work on the pool's one stream that still
  * uses it is done before the next user's. */
 void cuda_pool_give(cuda_pool *pool, void *memory);
-/* rk_ops.lend: with what `stream` was given so far. */
-rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, void *memory,
-                         cudaStream_t stream, rk_error *err);
+/* rk_ops.lend: a copy, made in the order of `stream`. */
+rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, const void *src,
+                         size_t bytes, cudaStream_t stream, rk_error *err);
 
 /* ---- recorded steps (step.c) -----------------------------------------------
  */

@@ -297,15 +297,16 @@ static bool device_holds(rk_device *base, const void *memory)
     return holds;
 }
 
-static rk_status device_lend(rk_device *base, rk_lent **out, void *memory,
-                             rk_error *err)
+/* The copy is no part of what is recorded: its address is another each time. */
+static rk_status device_lend(rk_device *base, rk_lent **out, const void *src,
+                             size_t bytes, rk_error *err)
 {
     cuda_device *dev = cuda_of(base);
     int before = cuda_enter(dev->context);
     cuda_play(dev);
     rk_status status = device_check(base, err);
     if (status == RK_OK) {
-        status = cuda_pool_lend(dev->context->pool, out, memory,
+        status = cuda_pool_lend(dev->context->pool, out, src, bytes,
                                 dev->context->stream, err);
     }
     cuda_leave(before);

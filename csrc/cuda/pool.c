@@ -1,19 +1,25 @@
 /* Device memory that is asked for again and again: a piece that is given back
  * is kept for the next who wants about as much. The system's own calls wait
- * for the whole device; taking a kept piece does not. One that was on loan goes
- * back to the system when it is wanted again, which waits for whoever works on
- * it still. */
+ * for the whole device; taking a kept piece does not.
+ *
+ * Whoever had a piece on loan may have let go of it while work on it is queued,
+ * on streams that we do not know of and that may be gone: no event can be
+ * recorded there. So such a piece rests until the whole device has been waited
+ * for. One wait does for all that rest, and takes place when LOANS of about
+ * the wanted size do. */
 #include "cuda.h"
 
 #include <pthread.h>
 #include <stdlib.h>
+
+#define LOANS 16
 
 typedef struct piece {
     struct piece *next;
     void *memory;
     size_t bytes;
     bool used;
-    bool foreign; /* other streams than ours may still work on it */
+    bool resting; /* other streams than ours may still work on it */
 } piece;
 
 struct cuda_pool {
@@ -83,22 +89,38 @@ void cuda_pool_release(cuda_pool *pool)
     }
 }
 
+/* Wait for the device, so that nobody works on unused pieces any more; locked.
+ */
+static bool end_rest(cuda_pool *pool)
+{
+    if (cudaDeviceSynchronize() != cudaSuccess) {
+        cudaGetLastError(); /* another thread captures: next time */
+        return false;
+    }
+    for (piece *p = pool->pieces; p != NULL; p = p->next) {
+        p->resting = false;
+    }
+    return true;
+}
+
 /* The smallest unused piece that is not far too large, or NULL; locked. */
 static piece *find(cuda_pool *pool, size_t bytes)
 {
-    piece **best = NULL;
-    for (piece **at = &pool->pieces; *at != NULL; at = &(*at)->next) {
-        const piece *p = *at;
-        if (!p->used && p->bytes >= bytes && p->bytes / 2 <= bytes &&
-            (best == NULL || p->bytes < (*best)->bytes)) {
-            best = at;
+    piece *best = NULL;
+    int resting = 0;
+    for (piece *p = pool->pieces; p != NULL; p = p->next) {
+        if (p->used || p->bytes < bytes || p->bytes / 2 > bytes) {
+            continue;
+        }
+        if (p->resting) {
+            resting++;
+        } else if (best == NULL || p->bytes < best->bytes) {
+            best = p;
         }
     }
-    if (best != NULL && (*best)->foreign) {
-        drop(best);
-        return NULL;
-    }
-    return best != NULL ? *best : NULL;
+    return best == NULL && resting >= LOANS && end_rest(pool)
+               ? find(pool, bytes)
+               : best;
 }
 
 cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
@@ -141,7 +163,7 @@ cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
     return cudaSuccess;
 }
 
-static void give(cuda_pool *pool, void *memory, bool foreign)
+static void give(cuda_pool *pool, void *memory, bool resting)
 {
     if (memory == NULL) {
         return;
@@ -150,7 +172,7 @@ static void give(cuda_pool *pool, void *memory, bool foreign)
     for (piece *p = pool->pieces; p != NULL; p = p->next) {
         if (p->memory == memory) {
             p->used = false;
-            p->foreign = foreign;
+            p->resting = resting;
         }
     }
     let_go(pool);
@@ -182,7 +204,7 @@ static rk_status lent_await(rk_lent *base, uintptr_t stream, rk_error *err)
 }
 
 /* No stream is asked for anything, so this never waits but for the pool's last
- * holder: the next who takes the piece does. */
+ * holder. */
 static void lent_release(rk_lent *base)
 {
     cuda_lent *lent = (cuda_lent *)base;
@@ -191,27 +213,52 @@ static void lent_release(rk_lent *base)
     free(lent);
 }
 
-rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, void *memory,
-                         cudaStream_t stream, rk_error *err)
+/* The copy, and the event behind it. */
+static rk_status fill(cuda_lent *lent, const void *src, size_t bytes,
+                      cudaStream_t stream, rk_error *err)
+{
+    rk_status status =
+        cuda_error(cudaMemcpyAsync(lent->base.data, src, bytes,
+                                   cudaMemcpyDeviceToDevice, stream),
+                   "cudaMemcpyAsync", err);
+    if (status == RK_OK) {
+        status = cuda_error(
+            cudaEventCreateWithFlags(&lent->ready, cudaEventDisableTiming),
+            "cudaEventCreateWithFlags", err);
+    }
+    if (status == RK_OK) {
+        status = cuda_error(cudaEventRecord(lent->ready, stream),
+                            "cudaEventRecord", err);
+    }
+    return status;
+}
+
+rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, const void *src,
+                         size_t bytes, cudaStream_t stream, rk_error *err)
 {
     cuda_lent *lent = calloc(1, sizeof *lent);
     if (lent == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a result");
     }
-    lent->base = (rk_lent){memory, pool->ordinal, lent_await, lent_release};
+    lent->base = (rk_lent){NULL, pool->ordinal, lent_await, lent_release};
     lent->pool = pool;
-    rk_status status = cuda_error(
-        cudaEventCreateWithFlags(&lent->ready, cudaEventDisableTiming),
-        "cudaEventCreateWithFlags", err);
+    cudaError_t code = cuda_pool_take(pool, &lent->base.data, bytes);
+    rk_status status =
+        code == cudaErrorMemoryAllocation
+            ? rk_fail(err, RK_ENOMEM,
+                      "the GPU has no memory for a result of %zu bytes", bytes)
+            : cuda_error(code, "cudaMalloc", err);
     if (status == RK_OK) {
-        status = cuda_error(cudaEventRecord(lent->ready, stream),
-                            "cudaEventRecord", err);
-        if (status == RK_OK) {
-            *out = &lent->base;
-            return RK_OK;
-        }
+        status = fill(lent, src, bytes, stream, err);
+    }
+    if (status == RK_OK) {
+        *out = &lent->base;
+        return RK_OK;
+    }
+    if (lent->ready != NULL) {
         cudaEventDestroy(lent->ready);
     }
+    cuda_pool_give(pool, lent->base.data);
     free(lent);
     return status;
 }

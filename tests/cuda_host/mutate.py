@@ -68,7 +68,8 @@ CHANGES = [
     Change("step.c", "cudaEventSynchronize, s->sent[s->turn]", "cudaGetLastError"),
     Change("step.c", "    send(dev);\n    cuda_graph *graph", "    cuda_graph *graph"),
     # memory on loan: its next user, its consumer, its contents
-    Change("pool.c", "best != NULL && (*best)->foreign", "best != NULL && false"),
+    Change("pool.c", "p->resting = resting;", "p->resting = resting && false;"),
+    Change("pool.c", "cudaDeviceSynchronize() != cudaSuccess", "false"),
     Change(
         "pool.c",
         "cudaStreamWaitEvent((cudaStream_t)stream,",
