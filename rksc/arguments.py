@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from ._core import Branch
 from .options import CGEE
+from .scalars import as_int
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
@@ -20,9 +20,8 @@ _DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
 
 def parse_bytes(value: int | str) -> int:
     """A number of bytes from 1024 or "2GiB", "512MB" (binary units)."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        number = int(value)
-    else:
+    number = as_int(value)
+    if number is None:
         text = str(value).strip().lower()
         digits = text.rstrip("kmgtib ")
         unit = text[len(digits) :].strip().removesuffix("b").removesuffix("i")
@@ -48,9 +47,9 @@ def parse_dtype(value: Any) -> Literal["float32", "bfloat16"] | None:
 
 def integer(field: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
     """An int in [least, most]; a TypeError or ValueError names the field."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = as_int(value)
+    if number is None:
         raise TypeError(f"{field} must be an int, got {value!r}")
-    number = operator.index(value)
     if not least <= number <= most:
         raise ValueError(f"{field} must be in {least} .. {most}, got {number}")
     return number

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .scalars import as_float, as_int
+
 Guard = Callable[[str, str], bool]
 
 
@@ -19,20 +21,16 @@ def _check(condition: bool, field: str, value: object, expected: str) -> None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return _is_int(value) or isinstance(value, (float, np.floating))
+    return as_int(value) is not None
 
 
 def _number(field: str, value: object, expected: str) -> None:
-    finite = _is_real(value) and math.isfinite(value)  # type: ignore[arg-type]
-    _check(finite, field, value, expected)
+    number = as_float(value)
+    _check(number is not None and math.isfinite(number), field, value, expected)
 
 
 def _unit(field: str, value: float) -> None:
-    _check(_is_real(value) and 0 <= value <= 1, field, value, "in [0, 1]")
+    _check(as_float(value) is not None and 0 <= value <= 1, field, value, "in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,8 @@ class CGEE:
             _check(_is_int(value) and value >= 1, field, value, "an int >= 1")
         for field in ("theta", "epsilon"):
             value = getattr(self, field)
-            _check(_is_real(value) and value >= 0, field, value, "a number >= 0")  # NaN fails
+            real = as_float(value) is not None
+            _check(real and value >= 0, field, value, "a number >= 0")  # NaN fails
         _check(self.lens in (None, "answer", "full"), "lens", self.lens, '"answer", "full" or None')
 
     @classmethod

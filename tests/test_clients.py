@@ -398,6 +398,39 @@ def test_fields_that_ask_for_nothing_are_fine(client: OpenAI) -> None:
     assert answer.usage.completion_tokens == 1
 
 
+def test_numbers_may_be_numpys(client: OpenAI) -> None:
+    """Scalars of its types, where a script takes them from an array, and arrays of tokens."""
+    tokens = np.array([Letters().encode(LONG)] * 2)
+    plain: dict[str, Any] = {
+        "n": 2, "max_tokens": 5, "temperature": 0.5, "top_p": 0.75, "top_k": 9, "seed": 3,
+        "stop_token_ids": [40, 41], "ignore_eos": True,
+    }  # fmt: skip
+    numpys: dict[str, Any] = {
+        "n": np.int64(2), "max_tokens": np.int32(5), "temperature": np.float32(0.5),
+        "top_p": np.float16(0.75), "top_k": np.uint8(9), "seed": np.uint64(3),
+        "stop_token_ids": np.array([40, 41]), "ignore_eos": np.True_,
+    }  # fmt: skip
+    expected = [c.text for c in client.completions.create(prompt=[LONG, LONG], **plain).choices]
+    for prompt in (tokens, list(tokens), [list(row) for row in tokens]):
+        answer = client.completions.create(prompt=prompt, **numpys)
+        assert [c.text for c in answer.choices] == expected
+    single = client.completions.create(prompt=list(tokens[0]), **numpys)
+    assert [c.text for c in single.choices] == expected[:2]
+    for bad in ({"n": np.float64(2)}, {"n": np.array([1, 2])}, {"temperature": np.inf},
+                {"max_tokens": np.True_}, {"stop_token_ids": np.array([97])}):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            client.completions.create(prompt=LONG, **bad)
+
+
+def test_arguments_that_openai_left_out(client: OpenAI) -> None:
+    openai = pytest.importorskip("openai")
+    answer = client.chat.completions.create(
+        messages=ASK, max_tokens=2, stop=openai.NOT_GIVEN, temperature=openai.omit,
+        tools=openai.omit, extra_body=openai.NOT_GIVEN,
+    )  # fmt: skip
+    assert answer.usage.completion_tokens == 2
+
+
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [3.5], [[1, 97]], [{"a": 1}]])
 def test_bad_prompts(client: OpenAI, prompt: Any) -> None:
     with pytest.raises(ValueError, match="prompt"):

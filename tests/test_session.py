@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -889,6 +890,18 @@ def test_a_branch_of_another_session_is_similar_to_none(make_session: Make) -> N
 def test_true_is_no_number(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be"):
         Sampling(**{field: True})  # type: ignore[arg-type]
+
+
+def test_numbers_may_be_of_numpy_and_others(session: BranchSession) -> None:
+    kids = session.prefill([1, 2]).fork(np.int64(2))
+    settings: Any = (Fraction(1, 2), np.int8(5), np.float32(0.5), np.float64(0), np.uint64(3))
+    stop_ids: Any = np.array([5])
+    made = session.generate(kids, np.uint8(3), Sampling(*settings), stop_ids=stop_ids)
+    assert len(made) == 2
+    with pytest.raises(TypeError, match="max_new_tokens must be an int, got array"):
+        session.generate(kids, np.array([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
+        Sampling(temperature=10**400)
 
 
 @pytest.mark.parametrize("field", ["share", "poison"])

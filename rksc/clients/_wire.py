@@ -8,18 +8,18 @@ is left aside in silence.
 from __future__ import annotations
 
 import codecs
-import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..options import Sampling
 from ..results import Token
+from ..scalars import as_float, as_int
 from ..text import check_text
 from ._engine import Alternatives, Engine, Sample, copies
 from ._record import Record
@@ -93,30 +93,31 @@ class Fields:
         value = self._body.get(name)
         if value is None:
             return default
-        is_bool = isinstance(value, bool)
-        if not isinstance(value, kind) or (is_bool and kind is not bool):
+        if not isinstance(value, kind):
             self.refuse(name, expected)
         return value
 
-    def refuse(self, name: str, expected: str) -> None:
+    def refuse(self, name: str, expected: str) -> NoReturn:
         raise FieldError(name, f"{name} must be {expected}, got {self._body.get(name)!r}")
 
     def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self.get(name, bool, "true or false", default))
+        return bool(self.get(name, (bool, np.bool_), "true or false", default))
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        expected = f"a number from {low:g} to {high:g}"
-        value = self.get(name, (int, float), expected, default)
-        if not (math.isfinite(value) and low <= value <= high):
-            self.refuse(name, expected)
-        return float(value)
+        if self._body.get(name) is None:
+            return default
+        number = as_float(self._body[name])
+        if number is None or not low <= number <= high:  # NaN fails
+            self.refuse(name, f"a number from {low:g} to {high:g}")
+        return number
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> Any:
-        expected = f"an integer from {low} to {high}"
-        value = self.get(name, int, expected, default)
-        if value is not None and not low <= value <= high:
-            self.refuse(name, expected)
-        return value
+        if self._body.get(name) is None:
+            return default
+        number = as_int(self._body[name])
+        if number is None or not low <= number <= high:
+            self.refuse(name, f"an integer from {low} to {high}")
+        return number
 
     def strings(self, name: str) -> tuple[str, ...]:
         """One string or several."""
@@ -250,8 +251,9 @@ def _request(
 def _stop_ids(f: Fields, engine: Engine) -> tuple[int, ...]:
     """The model's end tokens (unless they are to be ignored) and those of the request."""
     config = engine.session.config
-    own = f.get("stop_token_ids", (list, tuple), "a list of token ids", ())
-    if not all(type(i) is int and 0 <= i < config.vocab_size for i in own):
+    given = f.get("stop_token_ids", (list, tuple, np.ndarray), "a list of token ids", ())
+    own = [number for number in map(as_int, given) if number is not None]
+    if len(own) < len(given) or not all(0 <= i < config.vocab_size for i in own):
         f.refuse("stop_token_ids", "token ids of the vocabulary")
     return (*(() if f.flag("ignore_eos") else config.eos), *own)
 
@@ -283,14 +285,14 @@ def _message(i: int, message: Any) -> dict[str, Any]:
 
 def _prompts(f: Fields, engine: Engine) -> list[NDArray[np.int32]]:
     """A text, tokens, or a list of either."""
-    given = f.get("prompt", (str, list, tuple), "text or tokens", None)
-    if not given:
+    given = f.get("prompt", (str, list, tuple, np.ndarray), "text or tokens", ())
+    if not len(given):
         raise FieldError("prompt", "prompt must be text or tokens, or a list of them")
-    several = not isinstance(given, str) and not isinstance(given[0], int)
+    several = not isinstance(given, str) and as_int(given[0]) is None
     prompts = []
     for i, prompt in enumerate(given if several else [given]):
         where = f"prompt[{i}]" if several else "prompt"
-        if not isinstance(prompt, (str, list, tuple)):
+        if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise FieldError("prompt", f"{where} must be text or tokens, got {prompt!r}")
         try:
             tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt

@@ -23,6 +23,12 @@ _TRANSPORT = {"timeout", "extra_headers", "extra_query"}
 Read = Callable[[Engine, Mapping[str, Any], str], Request]
 
 
+def _left_out(value: Any) -> bool:
+    """Whether it is what the openai package puts where an argument is not given."""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "openai" and kind.__name__ in ("NotGiven", "Omit")
+
+
 class Stream:
     """A streamed answer: iterate over its chunks; close it (or leave `with`) to cancel."""
 
@@ -69,6 +75,7 @@ class Completions:
         stream=True a `Stream` of chunks. ValueError names a field that is wrong or not
         supported. Fields of other servers may stand in extra_body, as the openai package
         wants it, or beside the others."""
+        fields = {name: value for name, value in fields.items() if not _left_out(value)}
         extra = fields.pop("extra_body", None)
         if extra is not None and not isinstance(extra, Mapping):
             raise FieldError("extra_body", f"extra_body must be a dict, got {extra!r}")

@@ -11,6 +11,7 @@ from reasoners import GenerateOutput, LanguageModel
 
 from ..load import Model
 from ..options import Sampling
+from ..scalars import as_int
 from ..session import BranchSession
 from ._engine import Engine, Sample, copies
 from .openai import OpenAI, engine_of
@@ -57,8 +58,12 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         if stopping_criteria is not None:
             raise ValueError("stopping_criteria is not supported: eos_token_id takes strings")
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
-        ends = [] if eos_token_id is None else eos_token_id
-        ends = [ends] if isinstance(ends, (str, int)) else list(ends)
+        ends: list[Any] = []
+        if isinstance(eos_token_id, str) or as_int(eos_token_id) is not None:
+            ends = [eos_token_id]
+        elif eos_token_id is not None:
+            ends = list(eos_token_id)  # type: ignore[arg-type]
+        end_ids = [number for number in map(as_int, ends) if number is not None]
         sampling = Sampling(temperature if do_sample else 0.0, top_k or 0, top_p, seed=seed)
         samples: list[Sample] = []
         for i, text in enumerate(texts):
@@ -71,7 +76,7 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
                 self.max_new_tokens if limit is None else limit,
                 sampling,
                 tuple(end for end in ends if isinstance(end, str)),
-                (*self.engine.session.config.eos, *(e for e in ends if isinstance(e, int))),
+                (*self.engine.session.config.eos, *end_ids),
             )
             samples += copies(like, num_return_sequences)
         self.engine.run(samples)
