@@ -370,11 +370,12 @@ static void few_rows_of_blocks(const cpu_product *job)
     const int32_t steps = info->block_elements / DEPTH;
     const int64_t row_bytes = rk_type_bytes(job->type, job->k);
     const int32_t panel_bytes = steps * 2 * TILE_BYTES;
-    const int32_t ahead = 2 * SIDE * info->block_bytes;
     for (int32_t j = 0; j < job->n; j += 2 * SIDE) {
         const uint8_t *rows = (const uint8_t *)job->w + j * row_bytes;
         const char *next = (const char *)rows + 2 * SIDE * row_bytes;
         const int32_t n = at_most(job->n - j, 2 * SIDE);
+        const int32_t ahead =
+            at_most(job->n - j - n, 2 * SIDE) * info->block_bytes;
         zero_tiles();
         for (int32_t b = 0; b <= n_blocks; b++) {
             char *panels = job->scratch;

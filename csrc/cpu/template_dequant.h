@@ -34,7 +34,8 @@ INLINE bool put_own_block(uint16_t *out, rk_type type, const uint8_t *bytes)
 #define OWN_f32(out, type, bytes) false
 
 /* n blocks that lie `step` bytes apart to `out`, `to` elements apart; of one
- * block, runs of 32 values lie `run` elements apart. */
+ * block, runs of 32 values lie `run` elements apart. What follows a block in
+ * its row is fetched: no processor foresees a walk down the rows of a tile. */
 typedef struct block_walk {
     const uint8_t *from;
     int64_t step, to, run;
@@ -67,6 +68,7 @@ typedef struct block_walk {
         const uint8_t *from = walk->from;                                      \
         const int64_t step = walk->step, to = walk->to, run = walk->run;       \
         for (int32_t i = 0; i < walk->n; i++, from += step, out += to) {       \
+            __builtin_prefetch(from + 128);                                    \
             block_##TYPE##_##COMPUTE(out, run, from);                          \
         }                                                                      \
     }
