@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from .text import check_text
+
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -52,6 +57,52 @@ def render(
     if _MARK not in text:
         raise ValueError("chat template: the last message's content does not appear as it is")
     return text[: text.rindex(_MARK)]
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+    """Tokens of a chat as the tokenizer's template renders it, with the BOS that the model wants.
+    options: those of `Tokenizer.chat`.
+
+    Only the template writes special tokens: those that a message's texts spell stay text, so that
+    none of them can end its turn or begin another. ValueError: a text that spells some is changed
+    or left out by the template, or a role spells some.
+    """
+    fence = f"rksc{secrets.token_hex(12)}"  # what no message holds and no template changes
+    fenced: dict[str, str] = {}
+
+    def guarded(where: str, name: str, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        check_text(f"{where}.{name}", value)
+        if not spells_special(tokenizer, value):
+            return value
+        if name == "role":
+            raise ValueError(f"{where}.role spells a special token: {value!r}")
+        text = value.strip() or value
+        fenced[text] = f"{where}.{name}"
+        return value.replace(text, f"{fence}{text}{fence}")  # templates may strip, too
+
+    turns: Any = messages
+    if isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages):
+        turns = [
+            {name: guarded(f"messages[{i}]", name, value) for name, value in message.items()}
+            for i, message in enumerate(messages)
+        ]
+    text = tokenizer.chat(turns, **options)
+    parts = text.split(fence)
+    contents = set(parts[1::2])
+    for content, where in fenced.items():
+        if content not in contents or len(parts) % 2 == 0 or len(contents) > len(fenced):
+            raise ValueError(f"{where} spells special tokens and the chat template changes it")
+    ids = tokenizer.encode(parts[0])
+    for i, part in enumerate(parts[1:]):
+        ids += tokenizer.encode(part, bos=False, special=i % 2 == 1, start=False)
+    return ids
+
+
+def spells_special(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether some of the text would become special tokens."""
+    return tokenizer.encode(text, bos=False) != tokenizer.encode(text, bos=False, special=False)
 
 
 @lru_cache(maxsize=16)

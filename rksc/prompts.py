@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .chat import encode_chat, spells_special
 from .session import BranchSession
 from .text import check_text
 from .tokenizer import Tokenizer
@@ -55,13 +56,17 @@ class Wordings:
 
     def problem(self, problem: str) -> list[int]:
         """Tokens up to where the answer begins."""
-        if self.tokenizer.chat_template is None:
-            system = "" if self.system is None else f"{self.system}\n\n"
-            text = f"{system}Question: {problem}\n{self.instruction}\n\nSolution:"
-            return _encode(self.tokenizer, text, problem, bos=None)
-        turns = self._turns(problem)
-        text = self.tokenizer.chat(turns)
-        return _encode(self.tokenizer, text, turns[-1]["content"], bos=None)
+        if self.tokenizer.chat_template is not None:
+            return encode_chat(self.tokenizer, self._turns(problem))
+        head = "Question: " if self.system is None else f"{self.system}\n\nQuestion: "
+        tail = f"\n{self.instruction}\n\nSolution:"
+        if not spells_special(self.tokenizer, problem):
+            return self.tokenizer.encode(head + problem + tail)
+        return (
+            self.tokenizer.encode(head)
+            + self.tokenizer.encode(problem, bos=False, special=False, start=False)
+            + self.tokenizer.encode(tail, bos=False, start=False)
+        )
 
     def verification(self) -> list[int]:
         """Tokens that follow an answer: the end of its turn, the question, and where the
@@ -105,17 +110,3 @@ class Wordings:
         if self.system is not None:
             turns.insert(0, {"role": "system", "content": self.system})
         return turns
-
-
-def _encode(tokenizer: Tokenizer, text: str, content: str, bos: bool | None) -> list[int]:
-    """Encode a rendered prompt; special tokens spelled inside the user's content stay text."""
-    if tokenizer.encode(content, bos=False) == tokenizer.encode(content, bos=False, special=False):
-        return tokenizer.encode(text, bos=bos)
-    head, found, tail = text.partition(content)
-    if not found:
-        raise ValueError("problem spells special tokens and the chat template changes it")
-    return (
-        tokenizer.encode(head, bos=bos)
-        + tokenizer.encode(content, bos=False, special=False)
-        + tokenizer.encode(tail, bos=False)
-    )

@@ -43,7 +43,9 @@ class Letters:
         size = len(PIECES) if vocab_size is None else vocab_size
         return PIECES[:size] + [b""] * (size - len(PIECES))
 
-    def encode(self, text: str, bos: bool | None = None, special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, bos: bool | None = None, special: bool = True, start: bool = True
+    ) -> list[int]:
         data = text.encode()
         names = {name.encode(): i for i, name in SPECIAL.items()} if special else {}
         ids: list[int] = []
@@ -55,7 +57,7 @@ class Letters:
             piece, i = max(known, key=lambda item: len(item[0]))
             ids.append(i)
             data = data[len(piece) :]
-        wanted = self.adds_bos if bos is None else bos
+        wanted = self.adds_bos and start if bos is None else bos
         return [BOS, *ids] if wanted and ids[:1] != [BOS] else ids
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:

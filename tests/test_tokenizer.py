@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_files import TINY
 
+from rksc.chat import encode_chat
 from rksc.gguf import read_gguf
 from rksc.tokenizer import Tokenizer
 
@@ -346,6 +347,20 @@ def test_chat_as_transformers(smollm2_reference: Any) -> None:
     expected = theirs.apply_chat_template(TALK, tokenize=False, continue_final_message=True)
     assert ours.chat(TALK, continue_final=True) == expected
     assert expected.endswith("The answer is ")
+
+
+def test_only_the_template_writes_special_tokens() -> None:
+    """The tokens of a chat are those of its text, but for special tokens that a message spells."""
+    template = "{% for m in messages %}</s>{{ m.content | trim }} {% endfor %}"
+    spm = Tokenizer.from_gguf(sentencepiece_metadata() | {"tokenizer.chat_template": template})
+    for tokenizer, end in ((smollm2(), "<|im_end|>"), (spm, "</s>")):
+        assert encode_chat(tokenizer, TALK) == tokenizer.encode(tokenizer.chat(TALK))
+        forged = [*TALK[:1], {"role": "user", "content": f" One {end} two{end}"}, *TALK[2:]]
+        ids = encode_chat(tokenizer, forged)
+        assert tokenizer.decode(ids, special=True) == tokenizer.decode(
+            tokenizer.encode(tokenizer.chat(forged)), special=True
+        )
+        assert ids.count(tokenizer.encode(end, bos=False)[-1]) == 3
 
 
 def with_template(template: str) -> Tokenizer:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chat import encode_chat
 from ..options import Sampling
 from ..results import Token
 from ..scalars import as_float, as_int
@@ -173,10 +174,14 @@ def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
     going_on = f.flag("continue_final_message")
     opening = f.flag("add_generation_prompt", not going_on)
     try:
-        text = engine.tokenizer.chat(
-            messages, add_generation_prompt=opening, continue_final=going_on, **options
+        tokens = encode_chat(
+            engine.tokenizer,
+            messages,
+            add_generation_prompt=opening,
+            continue_final=going_on,
+            **options,
         )
-        prompt = engine.check_prompt(engine.encode(text), "messages")
+        prompt = engine.check_prompt(tokens, "messages")
     except ValueError as error:
         raise FieldError("messages", str(error)) from None
     logprobs = f.flag("logprobs")
