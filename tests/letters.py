@@ -32,7 +32,7 @@ PIECES += [b"~%d~" % i for i in range(97 - len(PIECES))]
 class Letters:
     """What BranchSession, Wordings and clients ask of a rksc.Tokenizer."""
 
-    bos_id = BOS
+    bos_id, eos_id = BOS, END
     vocab_size = len(PIECES)
 
     def __init__(self, *, adds_bos: bool = True, chat: bool = False) -> None:
@@ -65,4 +65,4 @@ class Letters:
         return b"".join(names.get(i, PIECES[i]) for i in ids).decode(errors="replace")
 
     def chat(self, messages: Sequence[Any], **options: Any) -> str:
-        return render(CHAT, messages, **options)
+        return render(self.chat_template or CHAT, messages, **options)

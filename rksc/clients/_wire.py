@@ -80,6 +80,14 @@ class FieldError(ValueError):
         self.field = field
 
 
+def not_supported(name: str, value: Any) -> str:
+    """What an error says of a setting whose value asks for what is not there."""
+    why = ""
+    if name.endswith("_penalty") or name == "logit_bias":
+        why = ": logits are sampled as the model gives them, by temperature, top_k, top_p and min_p"
+    return f"{name}={value!r} is not supported{why}"
+
+
 class Fields:
     """A body's fields, each checked when it is read. None means that it was not given."""
 
@@ -87,7 +95,7 @@ class Fields:
         for name, value in body.items():
             if name in known or name in _ASIDE or value is None or value in _NEUTRAL.get(name, ()):
                 continue
-            raise FieldError(name, f"{name}={value!r} is not supported")
+            raise FieldError(name, not_supported(name, value))
         self._body = body
 
     def get(self, name: str, kind: type | tuple[type, ...], expected: str, default: Any) -> Any:
@@ -166,7 +174,7 @@ class Request:
 def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
     """The body of /v1/chat/completions."""
     f = Fields(body, _CHAT)
-    messages = _messages(f)
+    messages = read_messages(body.get("messages"))
     options = f.get("chat_template_kwargs", dict, "an object", {})
     for name in options:
         if not isinstance(name, str) or name in _RENDERED:
@@ -263,28 +271,27 @@ def _stop_ids(f: Fields, engine: Engine) -> tuple[int, ...]:
     return (*(() if f.flag("ignore_eos") else config.eos), *own)
 
 
-def _messages(f: Fields) -> list[dict[str, Any]]:
-    """Messages, the contents of each as one text."""
-    messages = f.get("messages", (list, tuple), "a list of messages", None)
-    if not messages:
-        raise FieldError("messages", "messages must be a list with at least one message")
-    return [_message(i, message) for i, message in enumerate(messages)]
+def read_messages(messages: Any, field: str = "messages") -> list[dict[str, Any]]:
+    """Messages, the contents of each as one text; FieldError names what is wrong."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise FieldError(field, f"{field} must be a list with at least one message")
+    return [_message(field, i, message) for i, message in enumerate(messages)]
 
 
-def _message(i: int, message: Any) -> dict[str, Any]:
-    where = f"messages[{i}]"
+def _message(field: str, i: int, message: Any) -> dict[str, Any]:
+    where = f"{field}[{i}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise FieldError("messages", f"{where} must be an object with a role and a content")
+        raise FieldError(field, f"{where} must be an object with a role and a content")
     if message.get("tool_calls") or message.get("function_call"):
-        raise FieldError("messages", f"{where}: calls of tools are not supported")
+        raise FieldError(field, f"{where}: calls of tools are not supported")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         for part in content:
             if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise FieldError("messages", f"{where}.content: only text is supported")
+                raise FieldError(field, f"{where}.content: only text is supported")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise FieldError("messages", f"{where}.content must be text, got {content!r}")
+        raise FieldError(field, f"{where}.content must be text, got {content!r}")
     return {**message, "content": content}
 
 

@@ -1,4 +1,4 @@
-"""`LLM.generate(prompts, SamplingParams)` in the shape of vLLM's offline class."""
+"""`LLM.generate(prompts, SamplingParams)` and `LLM.chat` in the shape of vLLM's offline class."""
 
 from __future__ import annotations
 
@@ -11,18 +11,30 @@ from numpy.typing import NDArray
 
 from ..load import Model
 from ..options import Sampling
+from ..scalars import as_int
 from ..session import BranchSession
-from ..tokenizer import Tokenizer
-from ._engine import Engine, Sample, copies
+from ..text import check_text
+from ._engine import Alternatives, Engine, Sample, copies
+from ._tokenizer import TransformersTokenizer
+from ._wire import not_supported
 from .openai import OpenAI, engine_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
+# Settings of vLLM's that are not supported, and the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "best_of": (None, 1), "min_tokens": (0,), "bad_words": (None, []), "logit_bias": (None, {}),
+    "logits_processors": (None, []), "allowed_token_ids": (None,), "guided_decoding": (None,),
+    "structured_outputs": (None,), "truncate_prompt_tokens": (None,), "detokenize": (True,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+}  # fmt: skip
+
 
 @dataclass
 class SamplingParams:
-    """vLLM's settings of one request, those that rksc can keep; an unknown one is a TypeError,
-    an unsupported value a ValueError that names it."""
+    """vLLM's settings of one request, checked when they are made: an unknown one is a TypeError, a
+    wrong value or one that asks for what rksc does not do a ValueError that names it."""
 
     n: int = 1
     temperature: float = 1.0
@@ -36,33 +48,76 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    best_of: int | None = None
+    min_tokens: int = 0
+    bad_words: Sequence[str] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logits_processors: Sequence[Any] | None = None
+    allowed_token_ids: None = None
+    guided_decoding: None = None
+    structured_outputs: None = None
+    truncate_prompt_tokens: None = None
+    detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        for name, value in neutral.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported")
-        if not self.skip_special_tokens:
-            raise ValueError("skip_special_tokens=False is not supported")
-        if not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"n must be an int of at least 1, got {self.n!r}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise ValueError(f"logprobs must be None or in 0 .. 20, got {self.logprobs!r}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        for name, values in _NEUTRAL.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise ValueError(not_supported(name, value))
+        self._integer("n", 1)
+        for name, least, most in (
+            ("max_tokens", 1, 2**31 - 1), ("logprobs", 0, 20), ("prompt_logprobs", 0, 20),
+        ):  # fmt: skip
+            if getattr(self, name) is not None:
+                self._integer(name, least, most)
+        self._integer("top_k", -1)
+        if self.seed is not None:
+            self._integer("seed", -(2**63), 2**64 - 1)
+        _ = self.sampling
+        for text in self.stops:
+            check_text("stop", text)
+            if not text:
+                raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+        for token in self.stop_ids:
+            if as_int(token) is None:
+                raise ValueError(f"stop_token_ids must be token ids, got {token!r}")
+
+    def _integer(self, name: str, least: int, most: int = 2**31 - 1) -> None:
+        value = getattr(self, name)
+        number = as_int(value)
+        if number is None or not least <= number <= most:
+            raise ValueError(f"{name} must be an int in {least} .. {most}, got {value!r}")
+
+    @property
+    def sampling(self) -> Sampling:
+        seed = None if self.seed in (None, -1) else int(self.seed) % 2**64
+        return Sampling(self.temperature, max(0, self.top_k), self.top_p, self.min_p, seed)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """rank: 1 is the most likely token; None where alternatives were not asked for."""
+    """rank: 1 is the most likely token; None where it is not among the alternatives asked for."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
@@ -73,7 +128,7 @@ class CompletionOutput:
     """The new tokens; not the end token or stop id, which vLLM puts at their end."""
     cumulative_logprob: float
     """Of token_ids."""
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: list[Logprobs] | None
     finish_reason: str
     """ "stop" or "length"."""
     stop_reason: int | str | None
@@ -87,7 +142,10 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """Of each of its tokens; None for the first, before which nothing stands."""
     finished: bool = True
+    metrics: None = None
 
 
 class LLM:
@@ -95,20 +153,25 @@ class LLM:
 
     def __init__(self, model: Model | BranchSession | OpenAI, **options: Any) -> None:
         self.engine: Engine = engine_of(model, **options)
+        self._tokenizer = TransformersTokenizer(self.engine.tokenizer)
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
+    def get_tokenizer(self) -> TransformersTokenizer:
+        """The model's tokenizer in transformers' shape; a chat_template set there is chat's."""
+        return self._tokenizer
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Continue prompts (texts, tokens or {"prompt_token_ids": ...}), all in one batch; an
         output for each, in order. use_tqdm is there for its callers; no bar is shown."""
+        if lora_request is not None:
+            raise ValueError(f"lora_request={lora_request!r} is not supported")
         single = isinstance(prompts, (str, Mapping)) or (
-            len(prompts) > 0 and isinstance(prompts[0], int)
+            len(prompts) > 0 and as_int(prompts[0]) is not None
         )
         rows: list[Any] = [prompts] if single else list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -123,34 +186,59 @@ class LLM:
         return [
             RequestOutput(
                 request_id=str(i),
-                prompt=row if isinstance(row, str) else None,
+                prompt=_text_of(row),
                 prompt_token_ids=group[0].prompt.tolist(),
                 outputs=[self._output(sample, p) for sample in group],
                 num_cached_tokens=group[0].cached_tokens,
+                prompt_logprobs=self._prompt_logprobs(group[0].prompt, p.prompt_logprobs),
             )
             for i, (row, p, group) in enumerate(zip(rows, params, groups, strict=True))
         ]
 
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for a conversation or a list of them, rendered by the chat template. Special
+        tokens that a message spells are text."""
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        prompts = self._tokenizer.apply_chat_template(
+            [messages] if single else messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **(chat_template_kwargs or {}),
+        )
+        rows = [{"prompt_token_ids": tokens} for tokens in prompts]
+        return self.generate(rows, sampling_params, use_tqdm, lora_request)
+
     def _tokens(self, i: int, prompt: Any) -> NDArray[np.int32]:
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
-        if not isinstance(prompt, (str, Sequence)):
+            tokens = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if tokens is None else tokens
+        if not isinstance(prompt, (str, Sequence, np.ndarray)):
             raise ValueError(f"prompts[{i}] must be text or tokens, got {prompt!r}")
         tokens = self.engine.encode(prompt) if isinstance(prompt, str) else prompt
         return self.engine.check_prompt(tokens, f"prompts[{i}]")
 
     def _sample(self, prompt: NDArray[np.int32], p: SamplingParams) -> Sample:
-        stop = (p.stop,) if isinstance(p.stop, str) else tuple(p.stop or ())
         eos = () if p.ignore_eos else self.engine.session.config.eos
-        sampling = Sampling(p.temperature, max(0, p.top_k), p.top_p, p.min_p, p.seed)
-        stop_ids = (*eos, *(p.stop_token_ids or ()))
         k = p.logprobs or 0
-        return Sample(prompt, p.max_tokens, sampling, stop, stop_ids, n_alternatives=k)
+        return Sample(
+            prompt, p.max_tokens, p.sampling, p.stops, (*eos, *p.stop_ids), n_alternatives=k
+        )
 
     def _output(self, sample: Sample, p: SamplingParams) -> CompletionOutput:
         stop = sample.stopped_by
         kept = stop if p.include_stop_str_in_output and isinstance(stop, str) else ""
-        own = isinstance(stop, str) or stop in (p.stop_token_ids or ())
+        own = isinstance(stop, str) or stop in p.stop_ids
         return CompletionOutput(
             index=sample.index,
             text=sample.text + kept,
@@ -161,15 +249,34 @@ class LLM:
             stop_reason=stop if own else None,
         )
 
-    def _logprobs(self, sample: Sample) -> list[dict[int, Logprob]]:
-        found = []
-        for i, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
-            row: dict[int, Logprob] = {token: self._logprob(token, logprob, None)}
-            if sample.alternatives:
-                for rank, (other, value) in enumerate(zip(*sample.alternatives[i], strict=True)):
-                    row[int(other)] = self._logprob(int(other), float(value), rank + 1)
-            found.append(row)
-        return found
+    def _logprobs(self, sample: Sample) -> list[Logprobs]:
+        none: list[Alternatives | None] = [None] * len(sample.tokens)
+        rows = zip(sample.tokens, sample.logprobs, sample.alternatives or none, strict=True)
+        return [self._row(*row) for row in rows]
+
+    def _prompt_logprobs(
+        self, prompt: NDArray[np.int32], k: int | None
+    ) -> list[Logprobs | None] | None:
+        if k is None:
+            return None
+        logprobs, alternatives = self.engine.score_prompt(prompt, k)
+        none: list[Alternatives | None] = [None] * len(logprobs)
+        rows = zip(prompt[1:].tolist(), logprobs, alternatives or none, strict=True)
+        return [None, *(self._row(*row) for row in rows)]
+
+    def _row(self, token: int, logprob: float, alternatives: Alternatives | None) -> Logprobs:
+        """The token that came, and the most likely ones."""
+        row = {token: self._logprob(token, logprob, None)}
+        if alternatives is not None:
+            for rank, (other, value) in enumerate(zip(*alternatives, strict=True)):
+                row[int(other)] = self._logprob(int(other), float(value), rank + 1)
+        return row
 
     def _logprob(self, token: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, self.engine.token_bytes[token].decode(errors="replace"))
+
+
+def _text_of(prompt: Any) -> str | None:
+    """The text of a prompt that came as one."""
+    found = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return found if isinstance(found, str) else None
