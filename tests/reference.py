@@ -68,6 +68,18 @@ def rotate(x: Array, positions: Array, inv_freq: Array, interleaved: bool) -> Ar
     return out
 
 
+def philox(seed: int, stream: int, position: int) -> float:
+    """Philox4x32-10, from its definition."""
+    low = 0xFFFFFFFF
+    x = [position & low, position >> 32 & low, stream & low, stream >> 32]
+    k = [seed & low, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [(b >> 32) ^ x[1] ^ k[0], b & low, (a >> 32) ^ x[3] ^ k[1], a & low]
+        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+    return ((x[1] << 32 | x[0]) >> 11) * 2.0**-53
+
+
 def visible(n: int, window: int) -> NDArray[np.bool_]:
     """(n, n): may query i use key j? j <= i, and i - j < window where there is one."""
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]

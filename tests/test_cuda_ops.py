@@ -18,13 +18,13 @@ import pytest
 from cudarig import ORDERS, CudaRig, Output, library, set_order
 from native import RK_BF16, RK_F16, RK_F32
 from oprig import TYPES, Array, Plan, Rig, Row, Shape, act, eps, value
+from reference import philox
 from test_ops import (
     Cache,
     candidates,
     check_extremes,
     close,
     draw,
-    philox,
     rotate,
     tree,
     written,

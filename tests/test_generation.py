@@ -12,7 +12,7 @@ from conftest import Factory
 from models import ALL, KEEN, SHARP, T4, TWINS, make
 from numpy.typing import NDArray
 from reference import softmax
-from sessions import assert_books, block_bytes
+from sessions import assert_books, assert_same, block_bytes
 
 from rksc import CGEE, Branch, BranchSession, CapacityError, Generation, Sampling
 
@@ -240,7 +240,7 @@ def test_logprob_is_that_of_the_chosen_token(make_session: Factory) -> None:
     session = make_session(SHARP)
     root = session.prefill(SHARP.tokens(30))
     for g in session.generate(root.fork(4), 20, Sampling(2.0, top_k=50), stop_ids=()):
-        assert np.array_equal(session.score(root, [g.tokens])[0], g.logprobs)
+        assert_same(session.score(root, [g.tokens])[0], g.logprobs)
         assert (g.logprobs <= np.log(g.top_probs) + 1e-6).all()
         assert (g.top_probs > 0).all()
         assert (g.top_probs <= 1).all()

@@ -1,5 +1,6 @@
 """ASKS, CGEE and RSBCM inside a session: each decision is the one that its formula gives, and
-what they leave alone keeps its bits."""
+what they leave alone keeps its bits (off the CPU: to the tolerance of sessions.py, in float32 and
+in bfloat16)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,38 @@ import pytest
 from conftest import Factory
 from models import ALL, GROWING, KEEN, T4, Small
 from numpy.typing import NDArray
-from reference import log_softmax, softmax
-from sessions import assert_books, block_bytes, open_session
+from reference import Reference, log_softmax, softmax
+from sessions import (
+    DEFAULTS,
+    DEVICE,
+    assert_books,
+    assert_same,
+    block_bytes,
+    n_same_tokens,
+    open_session,
+    tolerance,
+)
 
 from rksc import ASKS, CGEE, Branch, BranchSession, CapacityError, Sampling, Verdict
 
 Array = NDArray[Any]
+
+
+@pytest.fixture(autouse=True, params=["float32"] if DEVICE == "cpu" else ["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of all sessions. A GPU has kernels of its own for each."""
+    monkeypatch.setitem(DEFAULTS, "dtype", request.param)
+
+
+def reference(model: Small) -> Reference:
+    """Of the model with its matrices as sessions hold them."""
+    return (model if DEFAULTS["dtype"] == "float32" else model.rounded).reference
+
+
+def margin() -> float:
+    """Cosines, sigma and shares of the reference are the session's to this."""
+    return 1e-4 if DEFAULTS["dtype"] == "float32" else 2e-2
+
 
 # ---- ASKS: the gate's arithmetic --------------------------------------------------------------
 
@@ -39,8 +66,8 @@ def span(root: list[int], own: list[int], pool: str) -> tuple[slice, slice]:
 
 def expected_cosines(model: Small, pool: str, center: Array | None) -> Array:
     at_root, at_own = span(ROOT, OWN, pool)
-    a = model.reference.forward(ROOT).hidden[:, at_root].mean(1)
-    b = model.reference.forward(OWN).hidden[:, at_own].mean(1)
+    a = reference(model).forward(ROOT).hidden[:, at_root].mean(1)
+    b = reference(model).forward(OWN).hidden[:, at_own].mean(1)
     if center is not None:
         a, b = a - center, b - center
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -71,17 +98,17 @@ def test_sigma_of_the_prefix_probe(
     """All cosines and sigma; just below it the gate opens, just above it does not."""
     cosines = expected_cosines(T4, pool, CENTER.astype(float))[:n_layers]
     sigma = float(weights_of(n_layers, alpha) @ cosines)
-    for step_tokens, tau in itertools.product((5, 512), (-2.0, sigma - 1e-4, sigma + 1e-4)):
+    for step_tokens, tau in itertools.product((5, 512), (-2.0, sigma - margin(), sigma + margin())):
         session = make_session(T4, step_tokens=step_tokens)
         session.asks = gate(pool=pool, probe_layers=n_layers, alpha=alpha, tau=tau)
         branch = session.prefill(OWN, similar_to=session.prefill(ROOT), suffix=[7])
         found = branch.gate
         n = len(found.cosines)
-        assert np.abs(found.cosines - cosines[:n]).max() < 1e-4
+        assert np.abs(found.cosines - cosines[:n]).max() < margin()
         assert found.accepted == (tau < sigma)
         if tau < sigma:
             assert n == n_layers
-            assert found.sigma == pytest.approx(sigma, abs=1e-5)
+            assert found.sigma == pytest.approx(sigma, abs=margin() / 10)
             assert found.reason == "accepted"
         else:
             assert found.reason == ("rejected" if n == n_layers else "unreachable")
@@ -92,13 +119,13 @@ def test_sigma_of_the_prefix_probe(
 def test_sigma_of_the_suffix_probe(center: Array | None, make_session: Factory) -> None:
     """The paper's: the suffix over the root's KV, its last token against the root's last."""
     suffix = T4.tokens(9, seed=8)
-    a = T4.reference.hidden(ROOT)
-    b = T4.reference.hidden(ROOT + suffix)
+    a = reference(T4).hidden(ROOT)
+    b = reference(T4).hidden(ROOT + suffix)
     if center is not None:
         a, b = a - center, b - center
     cosines = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
     sigma = float(weights_of(4, 1.5) @ cosines)
-    for tau in (sigma - 1e-4, sigma + 1e-4):
+    for tau in (sigma - margin(), sigma + margin()):
         session = make_session(T4)
         session.asks = ASKS(
             center=center, uncentered=center is None, guard=None, probe="suffix", pool="last",
@@ -108,13 +135,13 @@ def test_sigma_of_the_suffix_probe(center: Array | None, make_session: Factory) 
         branch = session.prefill(OWN, similar_to=root, suffix=suffix)
         found = branch.gate
         n = len(found.cosines)
-        assert np.abs(found.cosines - cosines[:n]).max() < 1e-4
+        assert np.abs(found.cosines - cosines[:n]).max() < margin()
         assert found.accepted == branch.approximate == (tau < sigma)
         assert found.own_token_layers == len(suffix) * 4
         base = ROOT if found.accepted else OWN
         assert branch.tokens.tolist() == base + suffix
         assert branch.prompt.tolist() == OWN
-        assert np.array_equal(branch.logits, exact_logits(T4, base + suffix))
+        assert_same(branch.logits, exact_logits(T4, base + suffix))
         assert_books(session)
 
 
@@ -139,17 +166,16 @@ def test_a_rejected_prefix_probe_is_an_exact_prefill(
     plain = open_session(name)
     other = plain.prefill([*OWN, 3, 4, 5])
     other.stream = branch.stream
-    assert np.array_equal(branch.logits, other.logits)
-    assert np.array_equal(branch.hidden, other.hidden)
+    assert_same([branch.logits, branch.hidden], [other.logits, other.hidden])
     hot = Sampling(1.0, seed=3)
     a = session.generate(branch, 8, hot, stop_ids=())[0]
     b = plain.generate(other, 8, hot, stop_ids=())[0]
-    assert a.tokens.tolist() == b.tokens.tolist()
-    assert np.array_equal(a.logprobs, b.logprobs)
+    n = n_same_tokens(a.tokens, b.tokens, name, [*OWN, 3, 4, 5], hot)
+    assert_same(a.logprobs[:n], b.logprobs[:n])
     reused = session.stats().tokens_reused
     again = session.prefill([*OWN, 9])
     assert session.stats().tokens_reused - reused >= len(OWN) // 16 * 16
-    assert np.array_equal(again.logits, exact_logits(name, [*OWN, 9]))
+    assert_same(again.logits, exact_logits(name, [*OWN, 9]))
 
 
 def test_a_hopeless_probe_ends_early(make_session: Factory) -> None:
@@ -176,10 +202,10 @@ def test_the_roots_side_is_remembered(make_session: Factory) -> None:
     second = session.prefill(OWN, similar_to=root).gate
     assert first.root_token_layers == 6 * 2
     assert second.root_token_layers == 0
-    assert np.array_equal(first.cosines, second.cosines)
+    assert_same(first.cosines, second.cosines)
     session.invalidate()
     third = session.prefill(OWN, similar_to=root).gate
-    assert np.array_equal(first.cosines, third.cosines)
+    assert_same(first.cosines, third.cosines)
 
 
 def test_equal_tokens_are_shared_exactly_whatever_tau(make_session: Factory) -> None:
@@ -191,7 +217,7 @@ def test_equal_tokens_are_shared_exactly_whatever_tau(make_session: Factory) -> 
         assert branch.gate.sigma == 1.0
         assert branch.gate.own_token_layers == branch.gate.root_token_layers == 0
         assert not branch.approximate
-        assert np.array_equal(branch.logits, exact_logits(T4, [*ROOT, 1]))
+        assert_same(branch.logits, exact_logits(T4, [*ROOT, 1]))
 
 
 @pytest.mark.parametrize("probe", ["prefix", "suffix"])
@@ -236,7 +262,7 @@ def test_approximate_branches_never_serve_exact_requests(probe: str, make_sessio
         (grandkid, lineage[:40]),
     ):
         assert b.tokens.tolist() == tokens
-        assert np.array_equal(b.logits, exact_logits(T4, tokens))
+        assert_same(b.logits, exact_logits(T4, tokens))
     assert kid.prompt is None or kid.prompt.tolist() == own
     # of the approximate text only the root's own blocks are found
     reused = session.stats().tokens_reused
@@ -244,13 +270,13 @@ def test_approximate_branches_never_serve_exact_requests(probe: str, make_sessio
     assert session.stats().tokens_reused - reused <= len(ROOT)
     assert not exact.approximate
     reused = session.stats().tokens_reused
-    assert np.array_equal(session.prefill(own).logits, exact_logits(T4, own))
+    assert_same(session.prefill(own).logits, exact_logits(T4, own))
     assert session.stats().tokens_reused - reused <= 16
     # push them out, then use them again
     others = [session.prefill(T4.tokens(120, seed=seed + 50)) for seed in range(3)]
     assert all(other.resident for other in others)
     assert not branch.resident
-    assert np.array_equal(kid.logits, exact_logits(T4, lineage + T4.tokens(20, seed=13)))
+    assert_same(kid.logits, exact_logits(T4, lineage + T4.tokens(20, seed=13)))
     assert branch.approximate
     assert kid.approximate
     assert_books(session)
@@ -266,7 +292,7 @@ def test_a_gate_that_cannot_fit_changes_nothing(make_session: Factory) -> None:
     assert session.stats().branches == before
     assert root.tokens.tolist() == ROOT
     assert_books(session)
-    assert np.array_equal(root.logits, exact_logits(T4, ROOT))
+    assert_same(root.logits, exact_logits(T4, ROOT))
 
 
 def test_a_pure_insertion_has_something_to_compare(make_session: Factory) -> None:
@@ -315,9 +341,9 @@ def test_verification_leaves_nothing_behind(make_session: Factory) -> None:
     assert after.blocks_used == before[0].blocks_used
     assert after.branches == before[0].branches
     assert [kid.tokens.tolist() for kid in kids] == before[1]
-    assert all(np.array_equal(kid.logits, row) for kid, row in zip(kids, logits, strict=True))
+    assert_same([kid.logits for kid in kids], logits)
     assert after.verifications - before[0].verifications == 1
-    assert marks(verdicts) == marks(full_verdicts(4))
+    assert_same(marks(verdicts), marks(full_verdicts(4)))
     assert [kid.score for kid in kids] == [v.score for v in verdicts]
 
 
@@ -333,7 +359,7 @@ def test_contenders(make_session: Factory) -> None:
     for verdict, expected, kid, held in zip(verdicts, full, kids, contender, strict=True):
         assert kid.verdict == verdict
         if held:
-            assert marks([verdict]) == marks([expected])
+            assert_same(marks([verdict]), marks([expected]))
         else:
             assert verdict.score is kid.score is verdict.mass is None
             assert verdict.layers == 0
@@ -381,14 +407,16 @@ def test_the_bound_never_changes_the_winner(batch: int, seed: int, make_session:
     full.verify(everyone, ASK, YES, NO, cgee=None)
     verdicts = session.verify(kids, ASK, YES, NO, cgee=CGEE(kappa=0.0, verify_batch=batch))
     best = everyone.index(full.select(everyone))
-    assert kids.index(session.select(kids)) == best
-    mark = (everyone[best].score or 0.0) * math.sqrt(confidences[best])
+    chosen = kids.index(session.select(kids))
+    values = [(b.score or 0.0) * math.sqrt(c) for b, c in zip(everyone, confidences, strict=True)]
+    mark = values[best]
+    assert chosen == best or values[chosen] >= mark - 2 * tolerance(mark)
     for verdict, other, confidence in zip(verdicts, everyone, confidences, strict=True):
         if verdict.outcome == "bound":
             assert verdict.score is None
-            assert math.sqrt(confidence) < mark
+            assert math.sqrt(confidence) < mark + tolerance(mark)
         else:
-            assert verdict.score == other.score
+            assert_same(verdict.score, other.score)
     if batch == 1:
         order = np.argsort([-c for c in confidences])
         run = [verdicts[i].outcome == "verified" for i in order]
@@ -414,7 +442,7 @@ def test_the_bound_drops_somebody(make_session: Factory) -> None:
 
 def lens_entropies(model: Small, tokens: list[int], lens: str, norm: bool) -> Array:
     """Entropy after each layer, in the lens' own unit (nats, or ln 2 for "answer")."""
-    rows = model.reference.lens(model.reference.hidden(tokens), norm)
+    rows = reference(model).lens(reference(model).hidden(tokens), norm)
     if lens == "answer":
         p = 1 / (1 + np.exp(rows[:, NO] - rows[:, YES]))
         q = 1 - p
@@ -448,7 +476,8 @@ def expected_exit(entropies: Array, cgee: CGEE) -> int:
 )
 @pytest.mark.parametrize("lens", ["answer", "full"])
 def test_exits(lens: Any, norm: bool, model: Small, make_session: Factory) -> None:
-    """Each branch leaves after the layer that the rule gives; the others keep their bits.
+    """Each branch leaves after the layer that the rule gives; the others keep their bits. In
+    bfloat16 the rule decides on entropies that lie clearly on one side.
 
     With norm the hidden state's own RMS is used: in GROWING the last layer's would be a thousand
     times too large, and the entropies near those of a uniform guess."""
@@ -457,40 +486,47 @@ def test_exits(lens: Any, norm: bool, model: Small, make_session: Factory) -> No
     entropies = np.array([lens_entropies(model, tokens, lens, norm) for tokens in whole])
     plain = make_session(model)
     full = plain.verify([plain.prefill(t) for t in texts], ASK, YES, NO, cgee=None)
-    left_at = set()
+    bf16 = DEFAULTS["dtype"] == "bfloat16"
+    off, part = (5e-2 if lens == "answer" else 1.2e-2, 5e-2) if bf16 else (1e-3, 1e-4)
+    left_at, all_clear = set(), []
     for first, every in ((1, 1), (2, 1), (1, 2), (3, 1)):
-        for quantile in (0.3, 0.6):
+        for quantile in (0.3, 0.6) if DEVICE == "cpu" else (0.45,):
             cgee = CGEE(
                 kappa=0.0, lens=lens, norm=norm, min_layer=first, lens_every=every,
                 theta=float(np.quantile(entropies[:, :3], quantile)), epsilon=1e9,
             )  # fmt: skip
-            if np.abs(entropies - cgee.theta).min() < 1e-3 * max(1.0, cgee.theta):
+            while np.abs(entropies - cgee.theta).min() < 1e-3 * max(1.0, cgee.theta):
                 cgee = CGEE(**{**vars(cgee), "theta": cgee.theta + 2e-3 * max(1.0, cgee.theta)})
             exits = [expected_exit(row, cgee) for row in entropies]
+            looked_at = entropies[:, first - 1 : 3 : every]
+            clear = np.abs(looked_at - cgee.theta).min(1) >= off * max(1.0, cgee.theta)
+            all_clear.append(clear)
             session = make_session(model)
             branches = [session.prefill(t) for t in texts]
             verdicts = session.verify(branches, ASK, YES, NO, cgee=cgee)
             for i, (verdict, expected) in enumerate(zip(verdicts, full, strict=True)):
-                assert verdict.layers == exits[i], (i, entropies[i], cgee)
-                if exits[i] == 4:
-                    assert marks([verdict]) == marks([expected])
+                assert verdict.layers == exits[i] or not clear[i], (i, entropies[i], cgee)
+                left_at.add(verdict.layers)
+                if verdict.layers == 4:
+                    assert_same(marks([verdict]), marks([expected]))
                     continue
-                row = model.reference.lens(model.reference.hidden(whole[i])[exits[i] - 1], norm)
+                hidden = reference(model).hidden(whole[i])[verdict.layers - 1]
+                row = reference(model).lens(hidden, norm)
                 scale = np.abs(row).max()
-                assert verdict.yes_logit == pytest.approx(row[YES], abs=1e-4 * scale)
-                assert verdict.no_logit == pytest.approx(row[NO], abs=1e-4 * scale)
+                assert verdict.yes_logit == pytest.approx(row[YES], abs=part * scale)
+                assert verdict.no_logit == pytest.approx(row[NO], abs=part * scale)
                 score = 1 / (1 + math.exp(row[NO] - row[YES]))
-                assert verdict.score == pytest.approx(score, abs=1e-4 * scale)
+                assert verdict.score == pytest.approx(score, abs=part * scale)
                 if lens == "answer":
                     assert verdict.mass is None
                 else:
                     p = softmax(row)
-                    assert verdict.mass == pytest.approx(p[YES] + p[NO], abs=2e-4 * scale)
+                    assert verdict.mass == pytest.approx(p[YES] + p[NO], abs=2 * part * scale)
             stats = session.stats()
-            assert stats.exits == sum(e < 4 for e in exits)
+            assert stats.exits == sum(verdict.layers < 4 for verdict in verdicts)
             assert_books(session)
-            left_at |= set(exits)
     assert len(left_at) >= 3
+    assert np.mean(all_clear) >= (0.3 if bf16 else 1)
 
 
 def test_epsilon_wants_two_looks(make_session: Factory) -> None:
@@ -516,7 +552,8 @@ def test_no_exit_has_the_bits_of_no_lens(lens: Any, isa: str, make_session: Fact
     ):
         session = make_session(KEEN, isa=isa)
         cgee = CGEE(**{"kappa": 0.0, "lens": lens, **settings})
-        assert marks(session.verify(answered(session, 5), ASK, YES, NO, cgee=cgee)) == expected
+        found = session.verify(answered(session, 5), ASK, YES, NO, cgee=cgee)
+        assert_same(marks(found), expected)
         assert session.stats().exits == 0
 
 
@@ -612,7 +649,7 @@ def test_blocks_of_a_running_request_are_pinned(make_session: Factory) -> None:
         session.step()
     expected = open_session(T4)
     g = expected.generate(expected.prefill(T4.tokens(48, seed=1)), 30, stop_ids=())[0]
-    assert running.tokens.tolist()[48:] == g.tokens.tolist()
+    n_same_tokens(running.tokens[48:], g.tokens, T4, T4.tokens(48, seed=1))
     session.cancel(request)
     assert_books(session)
 
@@ -637,10 +674,10 @@ def test_too_small_a_budget_names_the_blocks_and_changes_nothing(make_session: F
         now = [(b.tokens.tolist(), b.score, b.confidence, b.stream, b.depth) for b in (a, *kids)]
         assert now == before
         assert session.stats().branches == stats.branches
-    assert np.array_equal(a.logits, exact_logits(T4, T4.tokens(40, seed=1)))
+    assert_same(a.logits, exact_logits(T4, T4.tokens(40, seed=1)))
     for i, kid in enumerate(kids):
         tokens = T4.tokens(40, seed=1) + T4.tokens(10, seed=i)
-        assert np.array_equal(kid.logits, exact_logits(T4, tokens))
+        assert_same(kid.logits, exact_logits(T4, tokens))
 
 
 def test_a_budget_below_one_block_is_refused_at_once() -> None:

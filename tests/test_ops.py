@@ -35,6 +35,7 @@ from oprig import (
     matrix,
     value,
 )
+from reference import philox
 
 ISAS = native.isas(library())
 FLOAT32 = ("portable", "avx2", "avx512")
@@ -499,18 +500,6 @@ def pick(rig: Rig, logits: Array, draws: list[native.Draw]) -> list[native.Pick]
 
 def draw(**fields: Any) -> native.Draw:
     return native.Draw(**{"top_p": 1.0, "forced": -1, **fields})
-
-
-def philox(seed: int, stream: int, position: int) -> float:
-    """Philox4x32-10, from its definition."""
-    low = 0xFFFFFFFF
-    x = [position & low, position >> 32 & low, stream & low, stream >> 32]
-    k = [seed & low, seed >> 32]
-    for _ in range(10):
-        a, b = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
-        x = [(b >> 32) ^ x[1] ^ k[0], b & low, (a >> 32) ^ x[3] ^ k[1], a & low]
-        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
-    return ((x[1] << 32 | x[0]) >> 11) * 2.0**-53
 
 
 def test_philox_reference() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from letters import BOS, PIECES, Letters
 from models import T4
-from sessions import block_bytes
+from reference import philox, softmax
+from sessions import DEVICE, assert_same, block_bytes
 
 from rksc import ASKS, CGEE, RSBCM, BranchSession, CapacityError, Sampling
 from rksc.arguments import parse_bytes, parse_dtype
@@ -21,7 +22,7 @@ from rksc.results import Stats, Token
 from rksc.text import TextStream, final_text
 
 Make = Callable[..., BranchSession]
-HOT = Sampling(temperature=1.5, seed=7)
+HOT = Sampling(temperature=1.5, seed=10)  # no near ties: test_no_token_is_a_near_tie
 
 
 @pytest.fixture
@@ -180,17 +181,17 @@ def test_half_a_character_is_named(session: BranchSession) -> None:
 def test_a_suffix_is_a_fork_in_all_but_name(session: BranchSession) -> None:
     prompt = T4.tokens(20)
     forked = session.prefill(prompt).fork([[7, 8]])[0]
-    assert np.array_equal(session.prefill(prompt, suffix=[7, 8]).logits, forked.logits)
+    assert_same(session.prefill(prompt, suffix=[7, 8]).logits, forked.logits)
 
 
 def test_logits_of_many_positions(session: BranchSession) -> None:
-    """Those of each prefix alone, to the bit; spans are cut to the tokens."""
+    """Those of each prefix alone; spans are cut to the tokens."""
     tokens = T4.tokens(90)
     branch = session.prefill(tokens)
     got = session._logits_at(branch, 3, 500)
     assert got.shape == (87, T4.vocab)
     for i in (3, 15, 66, 89):
-        assert np.array_equal(got[i - 3], branch.fork(1, at=i + 1)[0].logits)
+        assert_same(got[i - 3], branch.fork(1, at=i + 1)[0].logits)
     assert session._logits_at(branch, 90, 95).shape == (0, T4.vocab)
     with pytest.raises(ValueError, match="end"):
         session._logits_at(branch, 5, 4)
@@ -204,8 +205,7 @@ def test_a_prompt_may_wait_to_be_computed(session: BranchSession) -> None:
     expected = session.prefill(tokens).logits
     second = session.prefill(tokens, compute=False)
     assert second.n_computed == 48
-    assert np.array_equal(first.logits, expected)
-    assert np.array_equal(second.logits, expected)
+    assert_same([first.logits, second.logits], [expected, expected])
 
 
 def test_scores_tell_the_most_likely_tokens(session: BranchSession) -> None:
@@ -214,6 +214,7 @@ def test_scores_tell_the_most_likely_tokens(session: BranchSession) -> None:
     (_, tops), (_, none) = session._score(root, [continuation, []])
     rows = T4.reference.forward([*T4.tokens(20), *continuation]).logits[19:-1]
     assert tops.dtype == np.int32
+    assert np.diff(np.sort(rows)[:, -2:]).min() > 1e-3  # no near ties
     assert tops.tolist() == rows.argmax(1).tolist()
     assert none.size == 0
 
@@ -288,7 +289,7 @@ def test_without_asks_similar_to_is_exact(session: BranchSession) -> None:
     assert other.prompt is None
     assert not other.approximate
     own = session.prefill("abc e ").fork([session.encode("NO")])[0]
-    assert np.array_equal(other.logits, own.logits)
+    assert_same(other.logits, own.logits)
 
 
 def test_an_accepted_wording_stands_on_the_roots_tokens(session: BranchSession) -> None:
@@ -301,7 +302,7 @@ def test_an_accepted_wording_stands_on_the_roots_tokens(session: BranchSession) 
     assert other.approximate
     assert other.tokens.tolist() == [*root.tokens.tolist(), 5, 6]
     assert other.prompt.tolist() == own
-    assert np.array_equal(other.logits, root.fork([[5, 6]])[0].logits)
+    assert_same(other.logits, root.fork([[5, 6]])[0].logits)
 
 
 def test_a_rejected_wording_is_exact(session: BranchSession, make_session: Make) -> None:
@@ -313,7 +314,7 @@ def test_a_rejected_wording_is_exact(session: BranchSession, make_session: Make)
     assert not other.gate.accepted
     assert not other.approximate
     assert other.tokens.tolist() == [*own, 5]
-    assert np.array_equal(other.logits, make_session("T4").prefill([*own, 5]).logits)
+    assert_same(other.logits, make_session("T4").prefill([*own, 5]).logits)
 
 
 def test_equal_tokens_need_no_gate(session: BranchSession) -> None:
@@ -389,7 +390,7 @@ def same_generations(a: Any, b: Any) -> None:
     for x, y in zip(a, b, strict=True):
         assert x.tokens.tolist() == y.tokens.tolist()
         for name in ("top_probs", "logprobs", "entropies"):
-            assert np.array_equal(getattr(x, name), getattr(y, name)), name
+            assert_same(getattr(x, name), getattr(y, name))
         assert x.confidence == pytest.approx(y.confidence, abs=1e-6)
         assert (x.finish_reason, x.stop, x.text) == (y.finish_reason, y.stop, y.text)
 
@@ -416,7 +417,7 @@ def test_a_branch_dropped_by_the_callback_is_cancelled(session: BranchSession) -
     )
     assert dropped.finish_reason == "cancelled"
     assert dropped.tokens.tolist() == expected[0].tokens.tolist()[:1]
-    assert dropped.confidence == float(expected[0].top_probs[0])
+    assert_same(dropped.confidence, float(expected[0].top_probs[0]))
     same_generations([other], [expected[1]])
     assert kids[1].n_tokens == 25
     assert session.n_requests == 0
@@ -425,11 +426,11 @@ def test_a_branch_dropped_by_the_callback_is_cancelled(session: BranchSession) -
 def test_many_branches_take_time_in_proportion(make_session: Make) -> None:
     """With a loop over all requests for each of them this would take minutes."""
     session = make_session("T4", kv_bytes=1 << 20)
-    kids = session.prefill(T4.tokens(20)).fork(30000)
+    kids = session.prefill(T4.tokens(20)).fork(30000 if DEVICE == "cpu" else 3000)
     tokens = {g.tokens.tolist()[0] for g in session.generate(kids, 1, stop_ids=())}
     assert len(tokens) == 1
     requests = session.stream(kids, 1, stop_ids=())
-    assert {token.token for token in itertools.islice(requests, 5000)} != {-1}
+    assert {token.token for token in itertools.islice(requests, len(kids) // 6)} != {-1}
     del requests, kids
     assert session.n_requests == 0
     assert session.stats().branches == 0
@@ -463,7 +464,8 @@ def test_stop_strings_match_where_the_text_has_them(session: BranchSession) -> N
     free = session.generate(root.fork(1), 24, HOT, stop_ids=())[0].tokens.tolist()
     whole = b"".join(PIECES[t] for t in free)
     tried = 0
-    for begin, size in itertools.product(range(2, len(whole) - 6), (1, 2, 5)):
+    every = 1 if DEVICE == "cpu" else 3
+    for begin, size in itertools.product(range(2, len(whole) - 6, every), (1, 2, 5)):
         try:
             stop = whole[begin : begin + size].decode()
         except UnicodeDecodeError:
@@ -477,7 +479,7 @@ def test_stop_strings_match_where_the_text_has_them(session: BranchSession) -> N
         assert g.text == final_text([whole[:first]], [0])
         pieces = [t.text for t in session.stream(root.fork(1), 24, HOT, stop, stop_ids=())]
         assert "".join(piece or "" for piece in pieces) == g.text
-    assert tried > 20
+    assert tried > 20 // every
 
 
 def test_bad_generation_settings(session: BranchSession, bare: BranchSession) -> None:
@@ -512,6 +514,28 @@ def test_seed_none_is_fresh_and_a_seed_is_not(session: BranchSession) -> None:
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
     assert draw(None) != draw(None)
+
+
+def test_no_token_is_a_near_tie(make_session: Make) -> None:
+    """The texts that tests of this file compare: what a device's rounding may move decides none of
+    them. Greedy: the largest logit is the largest by 1e-3. Drawn: the number lies 1e-4 or more from
+    the edges of the token's share."""
+    session = make_session("T4", device="cpu")
+    root = session.prefill(T4.tokens(20))
+    kids, greedy = root.fork(6), root.fork(1)
+    streams = [branch.stream for branch in (root, *kids)]
+    runs = [*session.generate(kids, 30, HOT, stop_ids=()),
+            *session.generate(root, 40, HOT, stop_ids=())]  # fmt: skip
+    first = session.generate(greedy, 6, stop_ids=())[0]
+    rows = np.sort(T4.reference.forward([*T4.tokens(20), *first.tokens]).logits[19:])
+    assert (rows[:, -1] - rows[:, -2]).min() > 1e-3
+    for g, stream in zip(runs, (*streams[1:], streams[0]), strict=True):
+        rows = T4.reference.forward([*T4.tokens(20), *g.tokens]).logits[19:]
+        for i, token in enumerate(g.tokens.tolist()):
+            edges = np.cumsum(softmax(rows[i] / HOT.temperature))
+            u = philox(HOT.seed or 0, stream, 20 + i)
+            assert token == 0 or u > edges[token - 1] + 1e-4, i
+            assert token == T4.vocab - 1 or u < edges[token] - 1e-4, i
 
 
 # ---- streams and requests ----------------------------------------------------------------------
@@ -785,7 +809,7 @@ def test_asks_never_decides_a_verification(session: BranchSession) -> None:
     exact = [mark.score for mark in session.verify(kids, [5, 6], 5, 6, cgee=None)]
     session.asks = asks(session)  # accepts everything
     before = session.stats()
-    assert [mark.score for mark in session.verify(kids, [5, 6], 5, 6, cgee=None)] == exact
+    assert_same([mark.score for mark in session.verify(kids, [5, 6], 5, 6, cgee=None)], exact)
     after = session.stats()
     assert (after.gate_accepted, after.gate_rejected) == (
         before.gate_accepted,
