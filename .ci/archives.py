@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 
 KNOWN = {"rksc/data/README.md"}
 CODE = (".py", ".pyi", ".so", ".typed")
+GIT_ONLY = {".gitignore"}  # says nothing outside of a repository
 PACKAGES = ("rksc", "pytest_rksc.py")
 
 
@@ -43,7 +44,7 @@ def check_sdist(path: str) -> None:
     with tarfile.open(path) as sdist:
         held = {name.partition("/")[2] for name in sdist.getnames()}
     left_out = set(tracked.stdout.split()) - held
-    unexpected = {name for name in left_out if not name.startswith(".")}
+    unexpected = left_out - GIT_ONLY
     if unexpected:
         raise SystemExit(f"{path} lacks {sorted(unexpected)}")
     print(f"{PurePosixPath(path).name}: all {len(tracked.stdout.split()) - len(left_out)} files")

@@ -53,7 +53,7 @@ def exported(package: Source) -> dict[str, str]:
     """Public name -> module, from the imports and __all__ of rksc/__init__.py."""
     where: dict[str, str] = {}
     names: list[str] = []
-    for node in package.tree.body:
+    for node in ast.walk(package.tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             where |= {alias.name: node.module for alias in node.names}
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":

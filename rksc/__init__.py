@@ -6,7 +6,16 @@
 `BranchSession` is the engine underneath: prefill, fork, generate, verify, select.
 """
 
-from ._core import Branch, CapacityError, DeviceArray, Tensor
+try:
+    from ._core import Branch, CapacityError, DeviceArray, Tensor
+except ModuleNotFoundError as _error:
+    if _error.name != f"{__name__}._core":
+        raise
+    raise ImportError(
+        f"{__path__[0]} is not built for this Python. In a clone: pip install -e . (or make dev). "
+        "An rksc that is installed elsewhere is found from other folders"
+    ) from None
+
 from .calibrate import calibrate, calibrate_cgee
 from .config import ModelConfig
 from .guard import is_rewording, numbers, same_numbers
