@@ -35,13 +35,15 @@ def calibrate(
     pairs with the same first text belong to one question. Half of the questions choose guard,
     pool, probe layers, alpha and tau: the most accepted rewordings with at most
     max_false_accept of the others accepted, then the fewest layers, then the strictest tau that
-    gives up no more than 3 % of those rewordings. The other half measures. instruction
-    follows each text in the prompt, as in `solve`. options: those of `rksc.experiments`.
+    gives up no more than 3 % of those rewordings. The other half measures; `keeps` tells whether
+    it is large enough to show the wanted rate. instruction follows each text in the prompt, as
+    in `solve`. options: those of `rksc.experiments`.
     """
-    from .experiments.fitting import N_CENTRE, as_pair, fit, report, see
+    from .experiments.fitting import as_pair, fit, report, see
     from .experiments.measure import centres
     from .experiments.runner import Lab
     from .experiments.stats import halves
+    from .experiments.tasks import N_CENTRE
 
     if not 0 <= max_false_accept <= 1:
         raise ValueError(f"max_false_accept must be in [0, 1], got {max_false_accept!r}")
@@ -79,18 +81,20 @@ def calibrate_cgee(
 
     problems: (question, answer) or `rksc.experiments.Problem`s. Each is answered n_branches
     times and verified in full; half of the problems choose kappa, level 1 and level 2 so that
-    at most max_changed of the winners change, the other half measures. Level 2 is switched on
-    only where it saves more layers than its lens costs on the half that chooses.
+    at most max_changed of the winners change, the other half measures; `keeps` tells whether it
+    is large enough to show the wanted rate. Level 2 is switched on only where it saves more
+    layers than its lens costs on the half that chooses.
     """
-    from .experiments.fitting import Verified, fit_cgee, lens_costs
+    from .experiments.fitting import Verified, as_problem, fit_cgee, lens_costs
     from .experiments.measure import TOGETHER, answers
     from .experiments.runner import Lab
-    from .experiments.tasks import Problem
 
     if not 0 <= max_changed <= 1:
         raise ValueError(f"max_changed must be in [0, 1], got {max_changed!r}")
     lab = Lab.of(model, options)
-    rows = [p if isinstance(p, Problem) else Problem(p[0], *p) for p in problems]
+    rows = [as_problem(problem) for problem in problems]
+    if len({row.id for row in rows}) < 2:
+        raise ValueError("problems: at least two different ones are needed, to measure on one")
     items = [
         {"problem": asdict(row), "n_branches": n_branches, "max_new_tokens": max_new_tokens,
          "seed": lab.seed}

@@ -25,7 +25,8 @@ from rksc import ASKS, CGEE, Model, Tensor, calibrate, calibrate_cgee, is_reword
 from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report, runner, stats
 from rksc.experiments import command as command_module
 from rksc.experiments import tasks as task_module
-from rksc.experiments.cgee import _baselines
+from rksc.experiments.cgee import _against_contenders, _baselines, _layers, _settles
+from rksc.experiments.decomposition import _findings as decomposition_findings
 from rksc.experiments.eviction import _findings as eviction_findings
 from rksc.experiments.eviction import _paired
 from rksc.experiments.fitting import (
@@ -39,10 +40,11 @@ from rksc.experiments.fitting import (
     lens_costs,
     see,
 )
+from rksc.experiments.fitting import report as gate_report
 from rksc.experiments.measure import LENSES, answers, centres, difference, wordings
 from rksc.experiments.replay import Lenses, judge, majority, select, sigma
 from rksc.experiments.rewording import Wording, _acceptance
-from rksc.experiments.runner import Bench, Log, time_of
+from rksc.experiments.runner import Bench, Log
 from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
 from rksc.prompts import Wordings
 
@@ -86,21 +88,73 @@ def test_statistics_are_scipys() -> None:
         if gained + lost:
             exact = scipy_stats.binomtest(gained, gained + lost, 0.5).pvalue
             assert stats.mcnemar(gained, lost) == pytest.approx(exact, abs=1e-12)
-    values = rng.exponential(size=200)
-    ours = stats.bootstrap(values, n=4000)
-    theirs = scipy_stats.bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=4000, random_state=1
-    ).confidence_interval
-    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.02)
+        t = scipy_stats.t.ppf((1 + 0.95) / 2, n)
+        assert stats.student(n) == pytest.approx(t, rel=1e-9)
+    values = rng.exponential(size=20)
+    error = scipy_stats.sem(values)
+    theirs = scipy_stats.t.interval(0.95, 19, values.mean(), error)
+    assert stats.jackknife(values) == pytest.approx(theirs, abs=1e-9)
 
 
-def test_bootstrap_repeats_and_takes_a_statistic() -> None:
-    values = np.arange(40.0)
-    assert stats.bootstrap(values) == stats.bootstrap(values)
-    assert stats.bootstrap(values) != stats.bootstrap(values, seed=1)
-    low, high = stats.bootstrap(values, lambda x: np.median(x, axis=1), n=300)
-    assert low < 19.5 < high
-    assert all(math.isnan(v) for v in stats.bootstrap([]))
+@pytest.mark.parametrize(("df", "t"), [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228)])
+def test_student(df: int, t: float) -> None:
+    """Any table of the distribution has these."""
+    assert stats.student(df) == pytest.approx(t, abs=5e-4)
+
+
+def test_the_jackknife_takes_a_statistic() -> None:
+    """A ratio of sums: by hand, three values leave one out each."""
+    values = np.array([(2.0, 1.0), (3.0, 1.0), (4.0, 2.0)])
+    ratios = np.array([7 / 3, 6 / 3, 5 / 2])
+    half = 4.303 * math.sqrt(2 / 3 * ((ratios - ratios.mean()) ** 2).sum())
+    made = stats.jackknife(values, lambda x: x[..., 0].sum(axis=1) / x[..., 1].sum(axis=1))
+    assert made == pytest.approx((9 / 4 - half, 9 / 4 + half), abs=1e-3)
+    assert all(math.isnan(v) for v in stats.jackknife([1.0]))
+
+
+def test_the_median_lies_between_two_values() -> None:
+    """Of twelve the third and the tenth: chance 2 * 79 / 4096 that the median is not between."""
+    assert stats.median_interval(np.arange(12)[::-1]) == (2, 9)
+    assert stats.median_interval(np.arange(6)) == (0, 5)
+    assert all(math.isnan(v) for v in stats.median_interval(np.arange(5)))
+    assert all(math.isnan(v) for v in stats.median_interval([]))
+
+
+def test_a_paired_difference_has_a_width_where_nothing_differs() -> None:
+    """By hand: none of 36 differ, so z2 / (n + z2) on both sides."""
+    assert stats.paired(0, 0, 36) == pytest.approx((-3.8415 / 39.8415, 3.8415 / 39.8415), abs=1e-5)
+    low, high = stats.paired(12, 2, 50)
+    assert stats.paired(2, 12, 50) == pytest.approx((-high, -low))
+    assert low < 0.2 < high and stats.paired(7, 0, 7)[1] == pytest.approx(1)
+    assert stats.paired(0, 0, 0) == (-1, 1)
+    with pytest.raises(ValueError, match="gained, lost must be"):
+        stats.paired(3, 2, 4)
+
+
+@pytest.mark.parametrize(("gain", "loss"), [(0.1, 0.1), (0.3, 0.1), (0.5, 0.4), (0.2, 0.0)])
+def test_paired_intervals_cover(gain: float, loss: float) -> None:
+    """Over every outcome of 20, by its probability, the true difference lies inside."""
+    n, covered = 20, 0.0
+    for gained in range(n + 1):
+        for lost in range(n + 1 - gained):
+            low, high = stats.paired(gained, lost, n)
+            if low - 1e-9 <= gain - loss <= high + 1e-9:
+                rest = n - gained - lost
+                ways = math.comb(n, gained) * math.comb(n - gained, lost)
+                covered += ways * gain**gained * loss**lost * (1 - gain - loss) ** rest
+    assert covered >= 0.94
+
+
+def test_what_may_be_said() -> None:
+    assert stats.above(2, 1, 6) is True and stats.above(2, 1, 5) is None  # too few
+    assert stats.above(2, 0, 36) is None and stats.above(0, -1, 36) is False
+    assert stats.below(0, 1, 36, 1) is True and stats.below(0, 2, 36, 1) is None
+    assert stats.below(2, 3, 5, 1) is False and stats.below(NAN, 1, 0, 1) is None
+    assert stats.every(True, None) is None and stats.every(None, False) is False
+    assert stats.every(True, True) is True
+    for limit in (0.01, 0.05):
+        n = stats.needed(limit)
+        assert stats.wilson(0, n)[1] <= limit < stats.wilson(0, n - 1)[1]
 
 
 def test_auc_counts_ties_half() -> None:
@@ -185,7 +239,8 @@ def test_a_table_as_csv_tells_units_and_origin(tmp_path: Path) -> None:
 
 def test_a_table_prints() -> None:
     text = str(a_table())
-    assert "time [s]" in text and "1.235" in text and "* it works" in text and "More" in text
+    assert "time [s]" in text and "1.235" in text and "+ it works" in text and "More" in text
+    assert [str(Finding("x", good)) for good in (True, False, None)] == ["+ x", "- x", "? x"]
     assert "<th>time [s]</th>" in a_table()._repr_html_()
     assert a_table().markdown().splitlines()[1] == "| --- | --- | --- |"
 
@@ -294,6 +349,21 @@ def test_answers_of_reworded_questions(data: Path, tmp_path: Path) -> None:
     assert len(task_module.wording_answers(find_data())) == 300
 
 
+def test_data_are_found_from_below(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook's kernel works in its own folder."""
+    (tmp_path / "data").symlink_to(data)
+    (tmp_path / "examples" / "deep").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "examples", tmp_path / "examples" / "deep"):
+        monkeypatch.chdir(folder)
+        assert find_data() == tmp_path / "data"
+    monkeypatch.setattr(task_module, "__file__", str(tmp_path / "a" / "b" / "c" / "tasks.py"))
+    monkeypatch.chdir("/")
+    with pytest.raises(FileNotFoundError, match="a folder data of / or above"):
+        find_data()
+
+
 def test_data_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--data"):
         find_data(tmp_path)
@@ -360,7 +430,6 @@ def test_measurements_are_made_once(tmp_path: Path, small: Model) -> None:
     assert [r["square"] for r in first] == [9, 1, 4] and CALLS == [3, 1, 2]
     again = lab_of(small, out=tmp_path).measure(square, [*items, {"x": 5}])
     assert again == [*first, {"square": 25, "float": 5 / 3}] and CALLS == [3, 1, 2, 5]
-    assert all(0 <= seconds < 60 for seconds in time_of(tmp_path))
     lab_of(as_model(SHARP), out=tmp_path).measure(square, items[:1])
     assert CALLS[4:] == [3]  # the same configuration, other weights
     lab_of(as_model(KEEN), out=tmp_path).measure(square, items[:1])
@@ -397,8 +466,32 @@ def test_any_text_is_remembered(tmp_path: Path, small: Model) -> None:
     """Among them what `str.splitlines` takes for the end of a line."""
     items = [{"text": f"a{end}b"} for end in "\u2028\u0085\x0b\x1c\n\r"]
     made = lab_of(small, out=tmp_path).measure(say, items)
-    assert made == items == list(Log(tmp_path / "raw", "say").read().values())
-    assert time_of(tmp_path)[0] >= 0
+    kept = Log(tmp_path / "raw", "say").read().values()
+    assert made == items == [record["result"] for record in kept]
+
+
+def test_only_what_was_asked_for_is_counted(tmp_path: Path, small: Model) -> None:
+    """The folder may hold other runs; what is asked for twice was made once."""
+    lab_of(small, out=tmp_path).measure(square, [{"x": x} for x in range(5)])
+    log = Log(tmp_path / "raw", "square")
+    records = [json.loads(line) for line in log.path.read_text().splitlines()]
+    log.path.unlink()
+    for record in records:
+        log.append({**record, "seconds": 2.0, "cpu": 1.0})
+    lab = lab_of(small, out=tmp_path)
+    for _ in range(2):
+        lab.measure(square, [{"x": 3}, {"x": 1}])
+    assert sum(spent.seconds for spent in lab.spent.values()) == 4
+    assert lab.noise() is None
+
+
+def test_others_on_the_machine_are_mentioned(small: Model) -> None:
+    lab = lab_of(small)
+    lab.measure(square, [{"x": 1}], timed=True)
+    for cpu, said in ((0.9, False), (0.5, True)):
+        lab.spent.update(dict.fromkeys(lab.spent, runner.Spent(1.0, cpu, True)))
+        assert (lab.noise() is not None) is said
+    assert "0.5 of 1 processors" in str(lab.noise())
 
 
 def test_a_process_of_ray_keeps_its_model(monkeypatch: pytest.MonkeyPatch, small: Model) -> None:
@@ -430,7 +523,8 @@ def test_a_stopped_run_goes_on(tmp_path: Path, small: Model) -> None:
 
 def test_a_broken_memory_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path, "square")
-    log.path.write_text('{"key": "a", "result": {}}\n{"key": 1\n{"key": "b", "result": {}}\n')
+    whole = '{"key": "a", "seconds": 1, "cpu": 1, "result": {}}'
+    log.path.write_text(f'{whole}\n{{"key": 1\n{whole}\n')
     with pytest.raises(ValueError, match=r"square\.jsonl: line 2 is broken"):
         log.read()
 
@@ -625,6 +719,23 @@ def test_answers_do_not_depend_on_what_is_asked_with_them(small: Model) -> None:
     assert answers(lab.bench, items) == [answers(lab.bench, [item])[0] for item in items]
 
 
+def test_branches_ask_in_turn_and_share_where_the_gate_lets_them(small: Model) -> None:
+    """On their own KV they are what each wording gives alone; shared, what the root gives."""
+    lab, problem = lab_of(small), {"id": "p", "question": "th 3 abc e the", "answer": "3",
+                                   "choices": []}  # fmt: skip
+    item, others = asked(problem), ["3 more e th abc"]
+    (alone,) = answers(lab.bench, [item])
+    (apart,) = answers(lab.bench, [{**item, "others": others}])
+    assert apart["confidence"][::2] == alone["confidence"][::2]
+    assert apart["confidence"][1::2] != alone["confidence"][1::2]
+    assert not any(apart["approximate"])
+    for centre, accepted in ((["the", "abc 9"], True), (["a 1 the", "b 2 the e"], False)):
+        (made,) = answers(lab.bench, [{**item, "others": others, "centre": centre}])
+        assert made["approximate"] == [False, accepted] * 2
+        assert made["confidence"] == (alone if accepted else apart)["confidence"]
+        assert lab.bench.session.asks is None
+
+
 def branches_of(lab: Lab, problem: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The branches that `answers` verified, once more."""
     from rksc.experiments.measure import sampling
@@ -804,6 +915,7 @@ def test_the_held_out_half_only_measures() -> None:
     found = fit_cgee(problems, 0.0, {"answer": 0.01, "full": 5.0})
     assert found.level2 and found.chosen_on.changed.k == 0
     assert found.held_out.changed == stats.Rate(8, 8)
+    assert found.keeps is False and "The wanted 0.0% is missed." in found.says
 
 
 def test_kappa_is_as_large_as_the_wanted_rate_allows() -> None:
@@ -820,6 +932,19 @@ def test_kappa_is_as_large_as_the_wanted_rate_allows() -> None:
     assert not strict.level2 and not loose.level2
     whole = effect(CGEE(kappa=0.0), problems, 0.0)
     assert whole == Effect(0.0, stats.Rate(0, 32))
+
+
+def test_a_calibration_says_whether_it_could_tell() -> None:
+    """Of eight nothing changed: that is no proof of one in a hundred, but of one in two."""
+    problems = [verified_problem(i, [0.9, 0.1], [0.8, 0.2]) for i in range(16)]
+    for limit, keeps, said in ((0.01, None, "takes 381"), (0.5, True, "is kept")):
+        found = fit_cgee(problems, limit, {"answer": 0.01, "full": 5.0})
+        assert found.held_out.changed == stats.Rate(0, 8)
+        assert found.keeps is keeps and said in found.says
+    held = [pair(i, "other", False, 0.1) for i in range(3)] + [pair(9, "same", True, 0.9)]
+    for level, keeps in ((0.5, None), (0.0, False)):
+        made = gate_report(None, Gate("numbers", "mean", 1, 1.5, level), held, 0.01)
+        assert made.keeps is keeps
 
 
 def test_calibrate_on_a_model(data: Path, small: Model) -> None:
@@ -853,6 +978,9 @@ def test_calibrate_cgee_on_a_model(small: Model) -> None:
     assert found.held_out.changed.n == 3 and found.says in str(found)
     with pytest.raises(ValueError, match="max_changed"):
         calibrate_cgee(small, problems, 2.0)
+    for bad in (problems[:1], ["a question"], [("a", 1)], [("a", "")]):
+        with pytest.raises(ValueError, match="problems"):
+            calibrate_cgee(small, bad, engine={"dtype": "no session is opened"})  # type: ignore[arg-type]
     costs = lens_costs(lab_of(small))
     assert 0 < costs["answer"] < costs["full"]
 
@@ -892,6 +1020,9 @@ def test_exact_ways_agree(results: tuple[Path, dict[str, Table]]) -> None:
         assert a > b
     full = tables["accuracy"].where(way="best of n, verified in full")
     assert set(full.column("against full")) == {0.0}
+    assert set(full.column("other answer than full")) == {0.0}
+    asks = tables["accuracy"].where(way="best of n, ASKS")
+    assert asks.column("set") == ["reworded"]
     assert tables["cgee"].where(rule="contenders", threshold=0.5).column("layers saved")[0] >= 0
 
 
@@ -905,14 +1036,17 @@ def test_a_run_that_is_there_is_not_made_again(
 
 
 def test_the_report_puts_what_speaks_against_it_first(
-    results: tuple[Path, dict[str, Table]],
+    results: tuple[Path, dict[str, Table]], small: Model
 ) -> None:
     out, tables = results
-    page = report(tables, out, "the command").read_text()
-    assert page.index("What speaks against it") < page.index("What speaks for it")
+    lab = lab_of(small, quick=True, n=2, out=out)
+    page = report(tables, lab, "the command").read_text()
+    titles = ["What speaks against it", "What it leaves open", "What speaks for it"]
+    assert sorted(titles, key=page.index) == titles
     assert "`the command`" in page
     for name, table in tables.items():
         assert f"## {name}" in page and (out / f"{name}.csv").is_file()
+        assert (out / f"{name}.png").is_file() == (out / f"{name}.pdf").is_file()
         for finding in table.findings:
             assert finding.text in page
         assert Table.from_json(out / f"{name}.json").rows == [
@@ -960,13 +1094,18 @@ def test_orders_are_compared_on_trees_that_fit_under_both() -> None:
     ours = [grown(True, 10), grown(True, 20), grown(False)]
     recent = [grown(True, 13, 2.0), grown(False), grown(True, 900)]
     table = _paired([0.5], [*ours, *recent], ours, {})
-    assert table.rows == [pytest.approx((0.5, 3.0, 3.0, 3.0, 2.0, 1))]
+    assert table.rows[0][:2] == (0.5, 3.0) and table.rows[0][-4:][0] == pytest.approx(2.0)
+    assert table.rows[0][-1] == 1 and math.isnan(table.rows[0][2])  # of one there is no interval
     everything = Table("eviction", "", (Column("recomputed"), Column("same winner")), [])
     everything.also["paired"] = table
-    assert [f.good for f in eviction_findings(everything)] == [True, True]
+    assert [f.good for f in eviction_findings(everything)] == [True, None]
+    for n, good in ((6, True), (5, None)):  # fewer are too few for a verdict
+        ours, recent = [grown(True, i) for i in range(n)], [grown(True, 9 + i) for i in range(n)]
+        everything.also["paired"] = _paired([0.5], [*ours, *recent], ours, {})
+        assert eviction_findings(everything)[1].good is good
     everything.also["paired"] = _paired([0.5], ours * 2, ours, {})  # a tie
     assert [f.good for f in eviction_findings(everything)] == [True, False]
-    assert not len(_paired([0.5], [grown(False)] * 6, ours, {}))
+    assert not len(_paired([0.5], [grown(False)] * 6, ours[:3], {}))
 
 
 def test_baselines_are_paired() -> None:
@@ -975,12 +1114,63 @@ def test_baselines_are_paired() -> None:
     results = [{"right": [False] * 3 + [True], "answer": ["1", "1", "1", "2"]}] * 6
     rows = {row["choice by"]: row for row in _baselines(problems, results, {}).dicts()}
     lead = [rows["confidence"][name] for name in ("verification over it", "from", "to")]
-    assert lead == [100, 100, 100] and rows["score alone"]["verification over it"] == 0
+    assert lead == pytest.approx([100, *(100 * end for end in stats.paired(6, 0, 6))])
+    assert rows["score alone"]["verification over it"] == 0
     chance = [rows["chance"][name] for name in ("right", "low", "high", "from")]
     assert chance == [25, 25, 25, 75]
     sure = [{"right": [i > 0] * 4, "answer": ["1"] * 4} for i in range(6)]
     rows = {row["choice by"]: row for row in _baselines(problems, sure, {}).dicts()}
     assert rows["chance"]["high"] <= 100 and rows["chance"]["from"] == 0
+
+
+def test_a_lens_that_says_the_same_of_all_knows_nothing() -> None:
+    """It agrees with half of the verdicts for good, and so does a constant."""
+    scores = np.array([0.9, 0.8, 0.2, 0.1])
+    for level, good in ((None, False), (scores, True)):
+        inner = np.full((4, 8), 0.7) if level is None else np.tile(level[:, None], 8)
+        inner[:, -1] = scores
+        lenses = dict.fromkeys(LENSES, Lenses(np.full((4, 8), 0.1), inner))
+        verified = [Verified(f"p{i}", np.full(4, 0.5), scores, lenses, 8, 1) for i in range(40)]
+        layers = _layers(verified, {})
+        assert layers.column("decides as at the end")[0] == (100 if good else 50)
+        found = _settles(layers.dicts(), 40)
+        assert found.good is good and ("after 0 of" if good else "after 7 of") in found.text
+
+
+def test_a_preset_is_held_against_contenders_alone(
+    results: tuple[Path, dict[str, Table]],
+) -> None:
+    """kappa 0.6 to 0.9 verifies nobody here; level 1 of the preset wants a higher confidence."""
+    problems = [verified_problem(i, [0.6, 0.2], [0.9, 0.1]) for i in range(8)]
+    table = results[1]["cgee"]
+    found = _against_contenders("CGEE.fast()", table, problems)
+    assert found.good is False and found.text.startswith("CGEE.fast() saves +0.0 points")
+
+
+@pytest.mark.parametrize(
+    ("low", "changed", "n", "good"),
+    [
+        (1.2, (0, 4), 80, True),
+        (1.2, (67, 94), 80, False),  # faster, and another winner
+        (0.9, (0, 4), 80, None),
+        (1.2, (0, 36), 8, None),  # none of eight is no proof of fewer than one in twenty
+        (1.2, (0, 4), 3, None),
+    ],
+)
+def test_speed_alone_does_not_speak_for_sharing(
+    low: float, changed: tuple[int, int], n: int, good: bool | None
+) -> None:
+    names = ("set", "arm", "over exact", "over exact low", "over exact high", "computed",
+             "winners changed", "changed low", "changed high", "answers changed",
+             "problems")  # fmt: skip
+    rows = [("reworded", arm, 1.5, low, 2.0, 700.0, float(changed[0]), 0.0, float(changed[1]),
+             100.0, n) for arm in ("exact caching", "all", "all, paper's presets")]  # fmt: skip
+    table = Table("decomposition", "", tuple(Column(name) for name in names), rows)
+    arm = {"seconds": {"prefill": 1.0}, "winner": 0, "tokens": [[1]]}
+    results = [dict.fromkeys(("No-KV", "exact caching", "all, paper's presets"), arm)] * 8
+    exact, faster, reworded, paper = decomposition_findings(table, results)
+    assert exact.good is True and faster.good is False  # as fast: no faster
+    assert reworded.good is good and paper.good is None
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -1009,6 +1199,10 @@ def test_the_command(
     assert "speed-up [x]" in printed and str(tmp_path / "prefix_sweep.csv") in printed
 
 
+def without_matplotlib(table: Table) -> None:
+    raise ImportError("no matplotlib")
+
+
 def test_all_keep_what_is_made_before_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Model
 ) -> None:
@@ -1020,7 +1214,7 @@ def test_all_keep_what_is_made_before_a_failure(
     options = parser.parse_args(["all", "--out", str(tmp_path)])
     options.model = small
     made = replace(a_table(), name="eviction", also={})
-    monkeypatch.setattr(Table, "plot", lambda *_: None)
+    monkeypatch.setattr(Table, "plot", without_matplotlib)
     monkeypatch.setattr("rksc.experiments.EXPERIMENTS", {"eviction": lambda _: made, "x": broken})
     with pytest.raises(OSError, match="went down"):
         command_module.experiment(options)

@@ -1,111 +1,154 @@
 """Task accuracy: greedy, self-consistency, best of n; with and without the shortcuts, paired.
 
-Uses the same answers as `cgee`: every difference is between choices, never between draws.
+Uses the same answers as `cgee`: differences are between choices, not between draws. Sharing changes
+what is drawn from, so reworded questions are answered twice, with the same random streams.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..load import Model
-from .cgee import PRESETS, _counts, answered
+from .cgee import N_BRANCHES, PRESETS, _counts, answer_item, answered
 from .fitting import Verified
+from .measure import TOGETHER, answers, mean_of
 from .plots import bars
 from .replay import majority
 from .runner import Lab, Result
-from .stats import bootstrap, mcnemar, rate
-from .table import Column, Finding, Table
+from .stats import above, mcnemar, paired, rate
+from .table import Column, Finding, Table, signed
+from .tasks import reworded_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FULL = "best of n, verified in full"
+FULL, SHARED = "best of n, verified in full", "best of n, ASKS"
+REWORDED = "reworded"
+Choice = tuple[str, bool]  # an answer, and whether it is right
 
 
 def accuracy(model: Model | str | Path | Lab, **options: Any) -> Table:
-    """Right answers of each way to answer, per data set and over all, against full verification."""
+    """Right answers of each way to answer, per data set and over all, against full verification.
+
+    In the set `reworded` branches ask in other words, on their own KV and as ASKS lets them share.
+    """
     lab = Lab.of(model, options)
     sets, results = answered(lab)
     names = [name for name, _ in sets]
-    ways = _ways(results)
+    own, shared = _reworded(lab)
+    names += [REWORDED] * len(own)
+    ways, best = _ways([*results, *own]), _best(shared)
+    sharing = {SHARED: best[FULL], f"{SHARED} and CGEE()": best["best of n, CGEE()"]}
     rows: list[tuple[Any, ...]] = []
-    for name in [*dict.fromkeys(names), "all"]:
+    for name in [*_counts(sets), "all", REWORDED]:
         picked = [i for i, n in enumerate(names) if name in (n, "all")]
-        full = np.array([ways[FULL][i] for i in picked])
-        for way, right in ways.items():
-            mine = np.array([right[i] for i in picked])
-            r = rate(mine)
-            difference = mine.astype(int) - full.astype(int)
-            low, high = bootstrap(difference, seed=lab.seed)
-            rows.append((
-                name, way, 100 * r.value, 100 * r.low, 100 * r.high,
-                100 * float(difference.mean()), 100 * low, 100 * high,
-                int((difference > 0).sum()), int((difference < 0).sum()),
-                mcnemar(int((difference > 0).sum()), int((difference < 0).sum())), r.n,
-            ))  # fmt: skip
+        full = [ways[FULL][i] for i in picked]
+        for way, chosen in ways.items():
+            rows.append((name, way, *_row([chosen[i] for i in picked], full)))
+        if name == REWORDED:
+            rows += [(name, way, *_row(chosen, full)) for way, chosen in sharing.items()]
     columns = (
         Column("set"), Column("way"), Column("right", "%"), Column("low", "%"), Column("high", "%"),
         Column("against full", "points"), Column("from", "points"), Column("to", "points"),
-        Column("gained"), Column("lost"), Column("p (McNemar)"), Column("problems"),
+        Column("gained"), Column("lost"), Column("p (McNemar)"),
+        Column("other answer than full", "%"), Column("problems"),
     )  # fmt: skip
-    meta = lab.meta(n_branches=len(results[0]["answer"]), sets=_counts(sets))
-    table = Table("accuracy", "Task accuracy, paired on the same answers", columns, rows, meta)
+    meta = lab.meta(
+        n_branches=N_BRANCHES, sets=_counts(sets) | {REWORDED: len(own)},
+        branches_shared=100 * mean_of([a for r in shared for a in r["approximate"]]),
+    )  # fmt: skip
+    table = Table("accuracy", "Task accuracy, paired on the same problems", columns, rows, meta)
     table.findings.extend(_findings(table))
     return table
 
 
-def _ways(results: list[Result]) -> dict[str, list[bool]]:
-    verified = [Verified.of(str(i), result) for i, result in enumerate(results)]
-    ways = {
-        "greedy": [bool(r["greedy right"]) for r in results],
-        "self-consistency": [bool(r["right"][majority(r["answer"])]) for r in results],
-        "best of n, by confidence": [
-            bool(r["right"][int(np.argmax(v.confidence))])
-            for r, v in zip(results, verified, strict=True)
-        ],
-        FULL: [bool(r["right"][v.winner]) for r, v in zip(results, verified, strict=True)],
+def _reworded(lab: Lab) -> tuple[list[Result], list[Result]]:
+    """Reworded questions, answered by branches on their own KV and by branches that may share."""
+    asked, centre = reworded_problems(lab.folder, lab.size(12, None), lab.seed)
+    items = [{**answer_item(lab, problem), "others": others} for problem, others in asked]
+    return (lab.measure(answers, items, together=TOGETHER),
+            lab.measure(answers, [{**item, "centre": centre} for item in items],
+                        together=TOGETHER))  # fmt: skip
+
+
+def _row(mine: Sequence[Choice], full: Sequence[Choice]) -> tuple[Any, ...]:
+    right = rate([ok for _, ok in mine])
+    gained, lost = (
+        sum(a > b for (_, a), (_, b) in zip(*pair, strict=True))
+        for pair in ((mine, full), (full, mine))
+    )
+    low, high = paired(gained, lost, right.n)
+    other = mean_of([a != b for (a, _), (b, _) in zip(mine, full, strict=True)])
+    return (
+        100 * right.value, 100 * right.low, 100 * right.high,
+        100 * (gained - lost) / right.n, 100 * low, 100 * high, gained, lost,
+        mcnemar(gained, lost), 100 * other, right.n,
+    )  # fmt: skip
+
+
+def _ways(results: Sequence[Result]) -> dict[str, list[Choice]]:
+    return {
+        "greedy": [(r["greedy answer"], r["greedy right"]) for r in results],
+        "self-consistency": [_of(r, majority(r["answer"])) for r in results],
+        "best of n, by confidence": [_of(r, int(np.argmax(r["confidence"]))) for r in results],
+        **_best(results),
     }
+
+
+def _best(results: Sequence[Result]) -> dict[str, list[Choice]]:
+    """Best of n by verification: in full, and with each preset's shortcuts."""
+    verified = [Verified.of(str(i), result) for i, result in enumerate(results)]
+    both = list(zip(results, verified, strict=True))
+    made = {FULL: [_of(r, v.winner) for r, v in both]}
     for name, settings in PRESETS.items():
-        ways[f"best of n, {name}"] = [
-            bool(r["right"][v.judge(settings).winner])
-            for r, v in zip(results, verified, strict=True)
-        ]
-    return ways
+        made[f"best of n, {name}"] = [_of(r, v.judge(settings).winner) for r, v in both]
+    return made
+
+
+def _of(result: Result, branch: int) -> Choice:
+    return result["answer"][branch], bool(result["right"][branch])
 
 
 def _findings(table: Table) -> list[Finding]:
-    rows = {row["way"]: row for row in table.where(set="all").dicts()}
     found = []
-    greedy = rows["greedy"]
-    full = rows[FULL]
-    found.append(Finding(
-        f"Best of n with full verification is right in {full['right']:.1f} % of "
-        f"{full['problems']}, greedy in {greedy['right']:.1f} %: {-greedy['against full']:+.1f} "
-        f"points [{-greedy['to']:+.1f}, {-greedy['from']:+.1f}].", -greedy["to"] > 0,
-    ))  # fmt: skip
-    vote = rows["self-consistency"]
-    found.append(Finding(
-        f"Self-consistency is right in {vote['right']:.1f} %, {vote['against full']:+.1f} "
-        f"points against full verification [{vote['from']:+.1f}, {vote['to']:+.1f}].",
-        vote["against full"] < 0,
-    ))  # fmt: skip
-    for name in PRESETS:
-        row = rows[f"best of n, {name}"]
+    rows = {row["way"]: row for row in table.where(set="all").dicts()}
+    full, n = rows[FULL], rows[FULL]["problems"]
+    right = f"Best of n with full verification is right in {full['right']:.1f} %"
+    for way, row in [(way, rows[way]) for way in ("greedy", "self-consistency")]:
+        more, low, high = (-row[name] for name in ("against full", "to", "from"))
         found.append(Finding(
-            f"{name} changes accuracy by {row['against full']:+.1f} points [{row['from']:+.1f}, "
-            f"{row['to']:+.1f}]: {row['gained']} gained, {row['lost']} lost of "
-            f"{row['problems']}.",
-            row["from"] > -5,
+            f"{right} [{full['low']:.1f}, {full['high']:.1f}], {way} in {row['right']:.1f} %: "
+            f"{signed(more)} points [{signed(low)}, {signed(high)}], n = {n}.",
+            above(more, low, n),
+        ))  # fmt: skip
+    reworded = {row["way"]: row for row in table.where(set=REWORDED).dicts()}
+    shortcuts = [(name, rows[f"best of n, {name}"]) for name in PRESETS]
+    for name, row in [*shortcuts, ("ASKS on reworded questions", reworded[SHARED])]:
+        found.append(Finding(
+            f"{name}: another answer in {row['other answer than full']:.0f} %, accuracy "
+            f"{signed(row['against full'])} points [{signed(row['from'])}, {signed(row['to'])}], "
+            f"{row['gained']} gained, {row['lost']} lost of {row['problems']}.",
+            above(row["against full"], row["from"], row["problems"], -5),
+        ))  # fmt: skip
+    floor = [
+        name for name in dict.fromkeys(table.column("set"))
+        if not any(table.where(set=name).column("right"))
+    ]  # fmt: skip
+    if floor:
+        found.append(Finding(
+            f"{' and '.join(floor)}: no way is right in any problem. Where nothing can be lost, "
+            "accuracy says nothing about a shortcut; the changed answers do.", None,
         ))  # fmt: skip
     return found
 
 
 def shown(table: Table) -> list[Table]:
-    """All sets together."""
-    return [table.where(set="all")]
+    """All sets together, and the one where ASKS decides."""
+    return [table.where(set="all"), table.where(set=REWORDED)]
 
 
 def draw(figure: Figure, table: Table) -> None:
@@ -119,4 +162,4 @@ def draw(figure: Figure, table: Table) -> None:
         bars(axes, part.column("way"), part.column("right"), low, high)
         axes.set_title(f"{name}, n = {part.column('problems')[0]}")
         axes.set_xlabel("right answers [%]")
-    panels[0].set_ylim(len(table.where(set=names[0])) - 0.4, -0.6)
+    panels[0].set_ylim(len(set(table.column("way"))) - 0.4, -0.6)

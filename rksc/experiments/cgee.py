@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from ..load import Model
 from ..options import CGEE
-from .fitting import Verified, fit_cgee, layers_run, lens_costs, saved
+from .fitting import CGEECalibration, Verified, fit_cgee, layers_run, lens_costs, saved
 from .measure import TOGETHER, answers, mean_of
-from .plots import COLOURS, band, style
+from .plots import COLOURS, band, errorbars, style
 from .replay import majority
 from .runner import Lab, Result
-from .stats import bootstrap, rate, wilson
+from .stats import above, auc, below, every, jackknife, paired, rate, wilson
 from .table import Column, Finding, Table
 from .tasks import Problem, problem_sets
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 N_BRANCHES = 8
 WANTED = 0.02
+_AREA = "area, YES at the end above"
 
 
 def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
@@ -62,12 +63,11 @@ def cgee(model: Model | str | Path | Lab, **options: Any) -> Table:
     table.also["layers"] = _layers(verified, meta)
     table.also["risk"] = _risk(verified, meta)
     found = fit_cgee(verified, WANTED, costs, lab.seed)
+    table.also["calibrated"] = _calibrated(found, meta)
     table.findings.extend(_findings(table))
+    table.findings.append(_against_contenders("CGEE.fast()", table, verified))
     table.findings.append(
-        Finding(
-            f"calibrate_cgee with {WANTED:.0%} wanted: {found.says}",
-            found.level2 and found.held_out.changed.value <= WANTED,
-        )
+        Finding(f"calibrate_cgee with {WANTED:.0%} wanted: {found.says}", found.keeps)
     )
     return table
 
@@ -80,12 +80,14 @@ def answered(lab: Lab) -> tuple[list[tuple[str, Problem]], list[Result]]:
         for name, problems in problem_sets(lab.folder, n, lab.seed).items()
         for problem in problems
     ]
-    items = [
-        {"problem": asdict(problem), "n_branches": N_BRANCHES,
-         "max_new_tokens": 96 if lab.quick else 320, "seed": lab.seed}
-        for _, problem in sets
-    ]  # fmt: skip
+    items = [answer_item(lab, problem) for _, problem in sets]
     return sets, lab.measure(answers, items, together=TOGETHER)
+
+
+def answer_item(lab: Lab, problem: Problem) -> dict[str, Any]:
+    """How a problem is answered, for `measure.answers`."""
+    return {"problem": asdict(problem), "n_branches": N_BRANCHES,
+            "max_new_tokens": 96 if lab.quick else 320, "seed": lab.seed}  # fmt: skip
 
 
 def _counts(sets: Sequence[tuple[str, Problem]]) -> dict[str, int]:
@@ -143,6 +145,7 @@ def _row(
     of_these = [c for c, s in zip(changed, skipped, strict=True) if s]
     gross, net = (_saved(layers_run(judged, verified, cost))
                   for cost in (0.0, costs[settings.lens or "answer"]))  # fmt: skip
+    gross = max(0.0, gross[0]), max(0.0, gross[1]), gross[2]  # only a lens can cost more
     return (
         rule, setting, None if threshold is None else round(threshold, 4), *gross, *net,
         *_percent(changed), *_percent(answers_changed),
@@ -152,9 +155,9 @@ def _row(
 
 
 def _saved(layers: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Per cent, with the bootstrap's interval over problems."""
-    low, high = bootstrap(layers, saved)
-    return 100 * float(saved(layers[None])[0]), 100 * low, 100 * high
+    """Per cent, with the interval over problems."""
+    low, high = jackknife(layers, saved)
+    return 100 * float(saved(layers[None])[0]), 100 * low, 100 * min(1.0, high)
 
 
 def _percent(flags: Sequence[bool]) -> tuple[float, float, float]:
@@ -182,13 +185,14 @@ def _baselines(verified: Sequence[Verified], results: Sequence[Result], meta: An
     }
     rows: list[tuple[Any, ...]] = []
     for name, right in ways.items():
+        lead, n = np.array(ways["verification"]) - right, len(right)
         if name == "chance":
-            middle, low, high = (100 * v for v in (mean_of(right), *bootstrap(right)))
+            rates = [100 * v for v in (mean_of(right), *np.clip(jackknife(right), 0, 1))]
+            ends = jackknife(lead)
         else:
-            middle, low, high = _percent([r == 1 for r in right])
-        lead = np.array(ways["verification"]) - right
-        rows.append((name, middle, low, high, 100 * float(lead.mean()),
-                     *(100 * end for end in bootstrap(lead)), len(right)))  # fmt: skip
+            rates = list(_percent([r == 1 for r in right]))
+            ends = paired(int((lead > 0).sum()), int((lead < 0).sum()), n)
+        rows.append((name, *rates, 100 * float(lead.mean()), *(100 * end for end in ends), n))
     columns = (Column("choice by"), Column("right", "%"), Column("low", "%"), Column("high", "%"),
                Column("verification over it", "points"), Column("from", "points"),
                Column("to", "points"), Column("problems"))  # fmt: skip
@@ -201,8 +205,8 @@ def _layers(verified: Sequence[Verified], meta: Any) -> Table:
     entropies = np.concatenate([v.lenses["answer norm"].entropies for v in verified])
     seen = np.concatenate([v.lenses["answer norm"].scores for v in verified])
     full = np.concatenate([v.scores for v in verified])
-    same = (seen > 0.5) == (full > 0.5)[:, None]
-    settled = np.cumprod(same[:, ::-1], axis=1)[:, ::-1].astype(bool)
+    says, finally_ = seen > 0.5, full > 0.5
+    problem = np.repeat(np.arange(len(verified)), [len(v.scores) for v in verified])
     vocabulary = np.concatenate([v.lenses["full norm"].entropies for v in verified])
     rows: list[tuple[Any, ...]] = []
     for layer in range(n_layers):
@@ -211,17 +215,19 @@ def _layers(verified: Sequence[Verified], meta: Any) -> Table:
             == v.winner
             for v in verified
         ]
+        same = rate(says[:, layer] == finally_, problem)
         low, mid, high = np.quantile(entropies[:, layer], [0.25, 0.5, 0.75]) / np.log(2)
         rows.append((
             layer + 1, float(mid), float(low), float(high), float(np.median(vocabulary[:, layer])),
-            100 * float(same[:, layer].mean()), 100 * float(settled[:, layer].mean()),
-            *_percent(winners),
+            100 * float(says[:, layer].mean()), 100 * same.value, 100 * same.low, 100 * same.high,
+            auc(seen[finally_, layer], seen[~finally_, layer]), *_percent(winners),
         ))  # fmt: skip
     columns = (
         Column("layer"), Column("answer entropy", "ln 2"), Column("quarter", "ln 2"),
         Column("three quarters", "ln 2"), Column("vocabulary entropy", "nats"),
-        Column("decides as at the end", "%"), Column("settled for good", "%"),
-        Column("winner as at the end", "%"), Column("low", "%"), Column("high", "%"),
+        Column("says YES", "%"), Column("decides as at the end", "%"), Column("decides low", "%"),
+        Column("decides high", "%"), Column(_AREA),
+        Column("winner as at the end", "%"), Column("winner low", "%"), Column("winner high", "%"),
     )  # fmt: skip
     return Table("cgee", "What a lens sees after each layer of a verification", columns, rows, meta)
 
@@ -259,29 +265,20 @@ def _findings(table: Table) -> list[Finding]:
             f"{row['setting']} saves {row['net of the lens']:.1f} % [{row['net low']:.1f}, "
             f"{row['net high']:.1f}] of the verification's layers after the lens's own cost and "
             f"changes {changed}, n = {row['problems']}.",
-            row["winners changed"] <= 100 * WANTED and row["net low"] > 0,
+            every(below(row["winners changed"], row["high"], row["problems"], 100 * WANTED),
+                  above(row["net of the lens"], row["net low"], row["problems"])),
         ))  # fmt: skip
     level2 = [r for r in table.where(rule="level 2").dicts() if r["winners changed"] <= 5]
-    most = max((r["net of the lens"] for r in level2), default=0.0)
-    found.append(Finding(
-        "Leaving inside the pass (level 2, any lens, any threshold swept) saves at most "
-        f"{most:.1f} % of the layers, net of the lens, at no more than 5 % changed winners.",
-        most > 5,
-    ))  # fmt: skip
-    layers = table.also["layers"]
-    settled = layers.column("settled for good")
-    half = next((i + 1 for i, s in enumerate(settled) if s >= 50), len(settled))
-    middle, n = layers.dicts()[len(settled) // 2 - 1], len(settled)
-    winners = enumerate(layers.column("winner as at the end"), 1)
-    nine = next((layer for layer, share in winners if share >= 90), None)
-    reached = "never reached" if nine is None else f"reached after layer {nine}"
-    found.append(Finding(
-        f"Half of the YES or NO decisions have settled for good after layer {half} of {n}. The "
-        f"winner seen after layer {middle['layer']} is the final one in "
-        f"{middle['winner as at the end']:.0f} % of problems [{middle['low']:.0f}, "
-        f"{middle['high']:.0f}]; 90 % are {reached}.",
-        nine is not None and nine <= n / 2,
-    ))  # fmt: skip
+    most = max(level2, key=lambda r: r["net of the lens"], default=None)
+    if most is not None:
+        found.append(Finding(
+            "Leaving inside the pass (level 2, any lens, any threshold swept) saves at most "
+            f"{most['net of the lens']:.1f} % [{most['net low']:.1f}, {most['net high']:.1f}] of "
+            "the layers, net of the lens, at no more than 5 % changed winners, n = "
+            f"{most['problems']}.",
+            above(most["net of the lens"], most["net low"], most["problems"], 5),
+        ))  # fmt: skip
+    found.append(_settles(table.also["layers"].dicts(), table.rows[0][-1]))
     right = {r["choice by"]: r for r in table.also["baselines"].dicts()}
     verification = right["verification"]
     others = [right[name] for name in ("confidence", "majority", "chance")]
@@ -292,14 +289,83 @@ def _findings(table: Table) -> list[Finding]:
     found.append(Finding(
         f"Choosing by verification is right in {verification['right']:.1f} % "
         f"[{verification['low']:.1f}, {verification['high']:.1f}]: {leads}, n = "
-        f"{verification['problems']}.", all(r["from"] > 0 for r in others),
+        f"{verification['problems']}.",
+        every(*(above(r["verification over it"], r["from"], r["problems"]) for r in others)),
     ))  # fmt: skip
     return found
 
 
+def _settles(layers: Sequence[dict[str, Any]], n: Any) -> Finding:
+    """Does the lens know the verdict before the last layer?"""
+    *inner, last = layers
+    constant = max(last["says YES"], 100 - last["says YES"])
+    best = max(inner, key=lambda r: r["decides as at the end"])
+    alike = sum(r["says YES"] in (0, 100) for r in inner)
+    area = max(inner, key=lambda r: r[_AREA])
+    middle = layers[len(layers) // 2 - 1]
+    nine = next(r["layer"] for r in layers if r["winner as at the end"] >= 90)
+    return Finding(
+        f"One and the same answer for all branches would agree with {constant:.1f} % of the final "
+        f"YES or NO. Before the last layer the answer lens agrees with "
+        f"{best['decides as at the end']:.1f} % [{best['decides low']:.1f}, "
+        f"{best['decides high']:.1f}] at most; after {alike} of these {len(inner)} layers it gives "
+        "all branches one verdict. Its score ranks YES above NO with an area under the curve of "
+        f"{middle[_AREA]:.2f} after layer {middle['layer']} and {area[_AREA]:.2f} at most, after "
+        f"layer {area['layer']}. The winner seen after layer {middle['layer']} is the final one in "
+        f"{middle['winner as at the end']:.0f} % of problems [{middle['winner low']:.0f}, "
+        f"{middle['winner high']:.0f}], n = {n}; 90 % are reached after layer {nine} of "
+        f"{len(layers)}.",
+        every(above(best["decides as at the end"], best["decides low"], n, constant),
+              nine <= len(layers) / 2),
+    )  # fmt: skip
+
+
+def _against_contenders(name: str, table: Table, verified: Sequence[Verified]) -> Finding:
+    """A preset beside the kappa that saves most at no more changed winners."""
+    preset = table.where(rule="preset", setting=name).dicts()[0]
+    rows = [r for r in table.where(rule="contenders").dicts()
+            if r["winners changed"] <= preset["winners changed"]]  # fmt: skip
+    best = max(rows, key=lambda r: r["layers saved"])
+    plain = CGEE(kappa=best["threshold"])
+    ours, theirs = (
+        layers_run([v.judge(settings) for v in verified], verified, 0.0)
+        for settings in (PRESETS[name], plain)
+    )
+    more = (theirs[:, 1] - ours[:, 1]) / ours[:, 0]  # every problem has as many layers
+    low, high = (100 * end for end in jackknife(more))
+    return Finding(
+        f"{name} saves {100 * more.mean():+.1f} points of the layers [{low:+.1f}, {high:+.1f}] "
+        f"against contenders alone with kappa {best['threshold']:g}, the best that changes no "
+        f"more winners on these same problems ({best['winners changed']:.1f} % against "
+        f"{preset['winners changed']:.1f} %), n = {len(verified)}.",
+        above(float(more.mean()), low / 100, len(verified)),
+    )
+
+
+def _calibrated(found: CGEECalibration, meta: Any) -> Table:
+    """What `fit_cgee` chose, and what it does on both halves."""
+    c = found.cgee
+    settings = (c.kappa, c.skip_top, c.skip_lead, c.lens, c.theta if c.lens else None)
+    rows: list[tuple[Any, ...]] = [
+        (half, *settings, 100 * e.saved, 100 * WANTED, 100 * e.changed.value, 100 * e.changed.low,
+         100 * e.changed.high, e.changed.n)
+        for half, e in (("chosen on", found.chosen_on), ("held out", found.held_out))
+    ]  # fmt: skip
+    columns = (
+        Column("half"), Column("kappa"), Column("level 1 top"), Column("level 1 lead"),
+        Column("lens"), Column("theta"), Column("net of the lens", "%"), Column("wanted", "%"),
+        Column("winners changed", "%"), Column("low", "%"), Column("high", "%"),
+        Column("problems"),
+    )  # fmt: skip
+    return Table("cgee", "What calibrate_cgee chose", columns, rows, meta)
+
+
 def shown(table: Table) -> list[Table]:
-    """The presets and the baselines; the sweep is in the picture and the file."""
-    return [table.where(rule="preset"), table.also["baselines"]]
+    """Presets, baselines and what was calibrated; the sweep is in the picture and the file."""
+    return [table.where(rule="preset"), table.also["baselines"], table.also["calibrated"]]
+
+
+_LABELS = ((-8, 40), (-4, 62), (-8, 14))  # of the presets, in points from their marks
 
 
 def draw(figure: Figure, table: Table) -> None:
@@ -311,47 +377,37 @@ def draw(figure: Figure, table: Table) -> None:
                if "norm" in s and "from layer 2," not in s]  # fmt: skip
     for i, (rule, setting) in enumerate(series):
         part = table.where(rule=rule, setting=setting)
-        rows = sorted(
-            zip(part.column("net of the lens"), part.column("winners changed"), strict=True)
-        )
+        names = ("net of the lens", "winners changed", "low", "high")
+        curve = sorted(zip(*map(part.column, names), strict=True))
         name = rule if rule != "level 2" else setting.split(", norm")[0] + setting.split("norm")[1]
         name = name.rsplit(", ", 1)[0] if rule == "level 2" else f"{rule} ({setting})"
-        look = {**style(i), "markersize": 2.5}
-        left.plot([r[0] for r in rows], [r[1] for r in rows], label=name, **look)
-    for i, row in enumerate(table.where(rule="preset").dicts()):
-        left.errorbar(
-            row["net of the lens"], row["winners changed"],
-            yerr=[[row["winners changed"] - row["low"]], [row["high"] - row["winners changed"]]],
-            fmt="*", color="black", markersize=8, capsize=2, elinewidth=0.8,
-        )  # fmt: skip
-        far = row["net of the lens"] > 50
-        left.annotate(row["setting"], (row["net of the lens"], row["winners changed"]),
-                      xytext=(-7 if far else 7, 4 + 12 * i), textcoords="offset points",
-                      ha="right" if far else "left", fontsize=7)  # fmt: skip
+        x, y, low, high = zip(*curve, strict=True)
+        left.plot(x, y, label=name, **{**style(i), "markersize": 2.5})
+        if rule != "level 2":
+            band(left, x, low, high, i)
+    for row, shift in zip(table.where(rule="preset").dicts(), _LABELS, strict=True):
+        at = (row["net of the lens"], row["winners changed"])
+        errorbars(left, at[:1], at[1:], [row["low"]], [row["high"]], 6, marker="*", markersize=8)
+        left.annotate(row["setting"], at, xytext=shift, textcoords="offset points", fontsize=7,
+                      ha="right", arrowprops={"arrowstyle": "-", "lw": 0.5})  # fmt: skip
     left.set_xlim(-20, 100)
     left.set_xlabel("layers of verification saved, net of the lens [%]")
     left.set_ylabel("winners changed [%]")
     left.set_title("What a shortcut saves and changes")
     left.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     layers = table.also["layers"]
-    x = layers.column("layer")
-    middle.plot(
-        x,
-        layers.column("settled for good"),
-        label="decision settled for good",
-        **style(0) | {"marker": ""},
-    )
-    middle.plot(
-        x,
-        layers.column("winner as at the end"),
-        label="winner as at the end",
-        **style(1) | {"marker": ""},
-    )
-    band(middle, x, layers.column("low"), layers.column("high"), 1)
-    middle.plot(x, [100 * h for h in layers.column("answer entropy")], label="entropy [% of ln 2]",
-                **style(2) | {"marker": ""})  # fmt: skip
-    band(middle, x, [100 * h for h in layers.column("quarter")],
-         [100 * h for h in layers.column("three quarters")], 2)  # fmt: skip
+    layer = layers.column("layer")
+    for i, (column, label) in enumerate((("decides", "decision"), ("winner", "winner"))):
+        middle.plot(layer, layers.column(f"{column} as at the end"), label=f"{label} as at the end",
+                    **style(i) | {"marker": ""})  # fmt: skip
+        band(middle, layer, layers.column(f"{column} low"), layers.column(f"{column} high"), i)
+    final = layers.column("says YES")[-1]
+    middle.axhline(max(final, 100 - final), color="#777777", linewidth=0.8, linestyle=":",
+                   label="one answer for all")  # fmt: skip
+    entropy, quarter, rest = ([100 * h for h in layers.column(name)]
+                          for name in ("answer entropy", "quarter", "three quarters"))  # fmt: skip
+    middle.plot(layer, entropy, label="entropy [% of ln 2]", **style(2) | {"marker": ""})
+    band(middle, layer, quarter, rest, 2)
     middle.set_xlabel("layer")
     middle.set_ylabel("branches or problems [%]")
     middle.set_ylim(0, 102)

@@ -50,6 +50,9 @@ def experiment(options: argparse.Namespace) -> int:
     if options.name != "all":
         table = EXPERIMENTS[options.name](lab)
         print(table)
+        noise = lab.noise()
+        if noise is not None:
+            print(noise)
         for path in table.save(options.out):
             print(path)
         return 0
@@ -59,8 +62,8 @@ def experiment(options: argparse.Namespace) -> int:
         tables[name].save(options.out)  # kept also where a later one fails
         print(f"\n{name}")
         for finding in tables[name].findings:
-            print(f"{'+' if finding.good else '-'} {finding.text}", flush=True)
-    print(report(tables, options.out, _command(options)))
+            print(finding, flush=True)
+    print(report(tables, lab, _command(options)))
     return 0
 
 

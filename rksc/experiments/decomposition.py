@@ -7,6 +7,7 @@ has nothing to decide.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,21 +21,13 @@ from ..load import Model
 from ..options import ASKS, CGEE, Sampling
 from ..prompts import Wordings
 from ..session import BranchSession
-from .fitting import N_CENTRE
 from .measure import SUFFIX, centres, sampling
 from .plots import COLOURS
 from .replay import Lenses, judge, select
 from .runner import Bench, Lab, Result
-from .stats import bootstrap, halves, rate
+from .stats import above, below, every, jackknife, rate
 from .table import Column, Finding, Table
-from .tasks import (
-    REWORDING,
-    Problem,
-    examples,
-    problem_sets,
-    wording_answers,
-    wording_pairs,
-)
+from .tasks import Problem, examples, problem_sets, reworded_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +59,8 @@ def decomposition(model: Model | str | Path | Lab, **options: Any) -> Table:
     columns = (
         Column("set"), Column("arm"), *(Column(phase, "s") for phase in _SHOWN),
         Column("total", "s"), Column("speed-up", "x"), Column("low", "x"), Column("high", "x"),
-        Column("over exact", "x"), Column("computed", "tokens"), Column("verified", "%"),
+        Column("over exact", "x"), Column("over exact low", "x"), Column("over exact high", "x"),
+        Column("computed", "tokens"), Column("verified", "%"),
         Column("approximate", "%"), Column("winners changed", "%"), Column("changed low", "%"),
         Column("changed high", "%"), Column("answers changed", "%"), Column("right", "%"),
         Column("problems"),
@@ -84,15 +78,10 @@ def _work(lab: Lab, n: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
         header = examples(lab.folder, name, shots.get(name, 0))
         for problem in problems:
             yield name, {"problem": asdict(problem), "others": [], "header": header, "centre": []}
-    by_group = wording_pairs(lab.folder, None, lab.seed)
-    first, second = halves(list(by_group), lab.seed)
-    centre = [by_group[group][0].root for group in sorted(first)][:N_CENTRE]
-    known = wording_answers(lab.folder)
     header = examples(lab.folder, "gsm8k", shots["gsm8k"])
-    for group in [g for g in by_group if g in second][:n]:
-        pairs = [pair for pair in by_group[group] if pair.kind == REWORDING]
-        asked = asdict(Problem(group, pairs[0].root, known.get(group, "")))
-        yield REWORDED, {"problem": asked, "others": [p.own for p in pairs], "header": header,
+    asked, centre = reworded_problems(lab.folder, n, lab.seed)
+    for problem, others in asked:
+        yield REWORDED, {"problem": asdict(problem), "others": others, "header": header,
                          "centre": centre}  # fmt: skip
 
 
@@ -247,25 +236,35 @@ def _row(
 ) -> tuple[Any, ...]:
     n = len(mine)
     seconds = {p: float(np.mean([r["seconds"][p] for r in mine])) for p in PHASES}
-    total, bare, cached = (
-        np.array([sum(r["seconds"].values()) for r in results]) for results in (mine, no_kv, exact)
-    )
-    low, high = bootstrap(
-        np.stack([bare, total], axis=1), lambda x: x[..., 0].sum(axis=1) / x[..., 1].sum(axis=1)
-    )
+    total, bare, cached = (_seconds(results) for results in (mine, no_kv, exact))
     changed = rate([a["winner"] != b["winner"] for a, b in zip(mine, exact, strict=True)])
     answers = rate([a["answer"] != b["answer"] for a, b in zip(mine, exact, strict=True)])
     branches = sum(r["branches"] for r in mine)
     known = [r["right"] for r in mine if r["right"] is not None]
     return (
         *(seconds[p] for p in _SHOWN), float(total.mean()),
-        float(bare.sum() / total.sum()), low, high, float(cached.sum() / total.sum()),
+        *_speedup(bare, total), *_speedup(cached, total),
         float(np.mean([r["computed"] for r in mine])),
         100 * sum(r["verified"] for r in mine) / branches,
         100 * sum(r["approximate"] for r in mine) / branches,
         100 * changed.value, 100 * changed.low, 100 * changed.high, 100 * answers.value,
         100 * float(np.mean(known)) if known else None, n,
     )  # fmt: skip
+
+
+def _seconds(results: Sequence[Result]) -> NDArray[np.float64]:
+    return np.array([sum(r["seconds"].values()) for r in results])
+
+
+def _speedup(slow: NDArray[np.float64], fast: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Ratio of the sums over the same problems, with its interval."""
+
+    def log_ratio(both: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = np.log(both.sum(axis=1))
+        return np.asarray(sums[:, 0] - sums[:, 1])
+
+    low, high = jackknife(np.stack([slow, fast], axis=1), log_ratio)
+    return float(slow.sum() / fast.sum()), math.exp(low), math.exp(high)
 
 
 def _findings(table: Table, results: Sequence[Result]) -> list[Finding]:
@@ -275,20 +274,34 @@ def _findings(table: Table, results: Sequence[Result]) -> list[Finding]:
         "No-KV and exact caching chose the same tokens in " + ("every" if same else "NOT every")
         + f" branch of {len(results)} problems.", same,
     ))  # fmt: skip
-    for name in dict.fromkeys(table.column("set")):
+    n = len(results)
+    ratio, low, high = _speedup(*(_seconds([r[arm] for r in results]) for arm in (NO_KV, EXACT)))
+    found.append(Finding(
+        f"Exact caching alone is {ratio:.1f} times as fast as No-KV [{low:.1f}, {high:.1f}], n = "
+        f"{n} problems of all sets.", above(ratio, low, n, 1),
+    ))  # fmt: skip
+    names = list(dict.fromkeys(table.column("set")))
+    for name in names:
         rows = {r["arm"]: r for r in table.where(set=name).dicts()}
-        best, exact, bare = rows[ALL], rows[EXACT], rows[NO_KV]
+        best, exact, n = rows[ALL], rows[EXACT], rows[ALL]["problems"]
         found.append(Finding(
-            f"{name}: all mechanisms compute {best['computed']:,.0f} tokens a problem, exact "
-            f"caching alone {exact['computed']:,.0f}, No-KV {bare['computed']:,.0f}. All are "
-            f"{best['speed-up']:.1f} times as fast as No-KV [{best['low']:.1f}, "
-            f"{best['high']:.1f}], exact caching alone {exact['speed-up']:.1f} times "
-            f"[{exact['low']:.1f}, {exact['high']:.1f}], n = {best['problems']}.",
-            best["computed"] < 0.95 * exact["computed"],
+            f"{name}: all mechanisms are {best['over exact']:.2f} times as fast as exact caching "
+            f"alone [{best['over exact low']:.2f}, {best['over exact high']:.2f}], compute "
+            f"{best['computed']:,.0f} tokens a problem for {exact['computed']:,.0f}, and change "
+            f"{best['winners changed']:.0f} % of winners [{best['changed low']:.0f}, "
+            f"{best['changed high']:.0f}] and {best['answers changed']:.0f} % of answers, n = {n}.",
+            every(above(best["over exact"], best["over exact low"], n, 1),
+                  below(best["winners changed"], best["changed high"], n, 5)),
         ))  # fmt: skip
-    for arm, speaks in ((ALL, "All mechanisms change"), (PAPER, "The paper's presets change")):
-        changed = rate([r[arm]["winner"] != r[EXACT]["winner"] for r in results])
-        found.append(Finding(f"{speaks} the winner in {changed}.", changed.value <= 0.05))
+    changed = rate([r[PAPER]["winner"] != r[EXACT]["winner"] for r in results])
+    of_set = ", ".join(
+        f"{name} {r['winners changed']:.0f} %"
+        for name, r in zip(names, table.where(arm=PAPER).dicts(), strict=True)
+    )
+    found.append(Finding(
+        f"The paper's presets change the winner in {changed}: {of_set}.",
+        below(changed.value, changed.high, changed.n, 0.05),
+    ))  # fmt: skip
     return found
 
 

@@ -20,9 +20,9 @@ from ..load import Model
 from ..prompts import INSTRUCTION, VALUE, Wordings
 from ..session import mark
 from .measure import sampling
-from .plots import style
+from .plots import errorbars
 from .runner import Bench, Lab, Result
-from .stats import bootstrap
+from .stats import above, jackknife
 from .table import Column, Finding, Table
 from .tasks import problem_sets
 
@@ -36,7 +36,7 @@ def eviction(model: Model | str | Path | Lab, **options: Any) -> Table:
     """Recomputed tokens and time under shrinking budgets, and whether the winner stays."""
     lab = Lab.of(model, options)
     budgets = (0.6, 0.45, 0.3) if lab.quick else (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-    problems = problem_sets(lab.folder, lab.size(3, 20), lab.seed)["gsm8k"]
+    problems = problem_sets(lab.folder, lab.size(6, 20), lab.seed)["gsm8k"]
     common = {"depth": 4 if lab.quick else 6, "beam": 3 if lab.quick else 5, "expand": 4,
               "max_new_tokens": 20, "seed": lab.seed}  # fmt: skip
     unlimited = [{**common, "problem": p.text, "blocks": None, "order": RSBCM} for p in problems]
@@ -56,7 +56,8 @@ def eviction(model: Model | str | Path | Lab, **options: Any) -> Table:
     columns = (
         Column("budget", "of the peak"), Column("order"), Column("recomputed", "tokens"),
         Column("low", "tokens"), Column("high", "tokens"), Column("blocks evicted"),
-        Column("time", "s"), Column("time against no limit", "x"), Column("same winner", "%"),
+        Column("time", "s"), Column("time against no limit", "x"), Column("time low", "x"),
+        Column("time high", "x"), Column("same winner", "%"),
         Column("does not fit"), Column("trees"),
     )  # fmt: skip
     meta = lab.meta(**{k: v for k, v in common.items() if k != "seed"})
@@ -127,18 +128,18 @@ def _level(order: str, *branches: Any) -> None:
 def _row(results: list[Result], free: list[Result]) -> tuple[Any, ...]:
     fit = [(r, f) for r, f in zip(results, free, strict=True) if r["fits"]]
     if not fit:
-        return (None,) * 7 + (len(results), len(results))
+        return (None,) * 9 + (len(results), len(results))
     # a fork of what was evicted computes it as its own: only the sum tells
     recomputed = [r["computed"] - f["computed"] for r, f in fit]
-    low, high = bootstrap(recomputed)
+    low, high = jackknife(recomputed)
     same = [
         (r["winner"], r["tokens"], r["marks"]) == (f["winner"], f["tokens"], f["marks"])
         for r, f in fit
     ]
-    times = [r["seconds"] for r, _ in fit]
     return (
         float(np.mean(recomputed)), low, high, float(np.mean([r["evicted"] for r, _ in fit])),
-        float(np.mean(times)), float(np.sum(times) / np.sum([f["seconds"] for _, f in fit])),
+        float(np.mean([r["seconds"] for r, _ in fit])),
+        *_ratio([r["seconds"] / f["seconds"] for r, f in fit]),
         100 * float(np.mean(same)), len(results) - len(fit), len(results),
     )  # fmt: skip
 
@@ -155,15 +156,22 @@ def _paired(
         if both:
             fewer = [r["computed"] - o["computed"] for o, r in both]
             faster = [r["seconds"] / o["seconds"] for o, r in both]
-            rows.append((budget, float(np.mean(fewer)), *bootstrap(fewer),
-                         float(np.exp(np.mean(np.log(faster)))), len(both)))  # fmt: skip
+            rows.append((budget, float(np.mean(fewer)), *jackknife(fewer), *_ratio(faster),
+                         len(both)))  # fmt: skip
     columns = (
         Column("budget", "of the peak"), Column("fewer recomputed by RSBCM", "tokens"),
         Column("low", "tokens"), Column("high", "tokens"), Column("speed-up", "x"),
-        Column("trees"),
+        Column("speed-up low", "x"), Column("speed-up high", "x"), Column("trees"),
     )  # fmt: skip
     title = "RSBCM against least recently used, on trees that fit under both"
     return Table("eviction", title, columns, rows, meta)
+
+
+def _ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Their geometric mean with its interval."""
+    logs = np.log(ratios)
+    low, high = jackknife(logs)
+    return float(np.exp(logs.mean())), float(np.exp(low)), float(np.exp(high))
 
 
 def _findings(table: Table) -> list[Finding]:
@@ -179,9 +187,10 @@ def _findings(table: Table) -> list[Finding]:
         found.append(Finding(
             f"At {pair['budget']:.0%} of the peak RSBCM recomputes {abs(fewer):,.0f} tokens a tree "
             f"{'fewer' if fewer >= 0 else 'more'} than least recently used (fewer by "
-            f"[{pair['low']:,.0f}, {pair['high']:,.0f}], paired, n = {pair['trees']}) and is "
-            f"{pair['speed-up']:.2f} times as fast.",
-            pair["low"] > 0,
+            f"[{pair['low']:,.0f}, {pair['high']:,.0f}]) and is {pair['speed-up']:.2f} times as "
+            f"fast [{pair['speed-up low']:.2f}, {pair['speed-up high']:.2f}]; paired, n = "
+            f"{pair['trees']} trees.",
+            above(fewer, pair["low"], pair["trees"]),
         ))  # fmt: skip
     return found
 
@@ -192,21 +201,16 @@ def draw(figure: Figure, table: Table) -> None:
     for i, order in enumerate((RSBCM, RECENT)):
         rows = [r for r in table.dicts() if r["order"] == order and r["recomputed"] is not None]
         x = [100 * r["budget"] for r in rows]
-        y = [r["recomputed"] for r in rows]
-        errors = [
-            [a["recomputed"] - a["low"] for a in rows],
-            [a["high"] - a["recomputed"] for a in rows],
-        ]
         shift = [v + (0.4 if i else -0.4) for v in x]
-        left.errorbar(shift, y, yerr=errors, capsize=2, label=order, **style(i))
-        right.plot(x, [r["time against no limit"] for r in rows], label=order, **style(i))
+        names = (("recomputed", "low", "high"), ("time against no limit", "time low", "time high"))
+        for axes, columns in zip((left, right), names, strict=True):
+            y, low, high = ([r[name] for r in rows] for name in columns)
+            errorbars(axes, shift, y, low, high, i, label=order)
     for axes in (left, right):
         axes.set_xlabel("KV budget [% of the peak without a limit]")
         axes.invert_xaxis()
         axes.legend()
     left.set_ylabel("tokens computed again, per tree")
     left.set_title("What is computed twice")
-    left.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
     right.set_ylabel("time against no limit [x]")
     right.set_title("What it costs")

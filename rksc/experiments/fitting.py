@@ -19,10 +19,9 @@ from ..options import ASKS, CGEE
 from .measure import n_layers_of, wordings
 from .replay import Judged, Lenses, judge, select, sigma
 from .runner import Lab
-from .stats import Rate, halves, rate
-from .tasks import Pair
+from .stats import Rate, below, halves, needed, rate
+from .tasks import Pair, Problem
 
-N_CENTRE = 24
 GIVE_UP = 0.03
 ALPHAS = (1.5, 0.0, 3.0)
 GUARDS: dict[str | None, Any] = {
@@ -69,8 +68,10 @@ class Gate:
 class Calibration:
     """ASKS' settings and what they do on the held-out half.
 
-    asks: None when no setting keeps the wanted rate. accepted: acceptance by kind of pair on
-    the held-out half. same, other: of pairs that may share and that must not. says: in words.
+    asks: None when no setting keeps the wanted rate where it was chosen. accepted: acceptance by
+    kind of pair on the held-out half. same, other: of pairs that may share and that must not.
+    keeps: the held-out half shows the wanted rate, misses it, or (None) is too small to tell. says:
+    in words.
     """
 
     asks: ASKS | None
@@ -78,6 +79,7 @@ class Calibration:
     accepted: dict[str, Rate]
     same: Rate
     other: Rate
+    keeps: bool | None
     says: str
 
     def __str__(self) -> str:
@@ -96,6 +98,18 @@ def as_pair(pair: Pair | tuple[str, str, bool]) -> Pair:
     if not isinstance(root, str) or not isinstance(own, str) or not isinstance(same, bool):
         raise ValueError(f"pairs: {pair!r} is not (text, other wording, same)")
     return Pair(root, "same meaning" if same else "other meaning", root, own, same)
+
+
+def as_problem(problem: Problem | tuple[str, str]) -> Problem:
+    if isinstance(problem, Problem):
+        return problem
+    if isinstance(problem, str) or len(problem) != 2 or not all(map(_is_text, problem)):
+        raise ValueError(f"problems: {problem!r} is not (question, answer)")
+    return Problem(problem[0], *problem)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def see(
@@ -217,9 +231,20 @@ def report(
         says = (
             f"guard {gate.guard!r}, pool {gate.pool!r}, {gate.probe_layers} probe layers, alpha "
             f"{gate.alpha:g}, tau {gate.tau:.3f}. On the held-out half it accepts of the pairs "
-            f"that may share {same}, of those that must not {other}."
+            f"that may share {same}, of those that must not {other}. "
+            f"{_kept(other, max_false_accept)}"
         )
-    return Calibration(asks, gate, accepted, same, other, says)
+    keeps = below(other.value, other.high, other.n, max_false_accept)
+    return Calibration(asks, gate, accepted, same, other, keeps, says)
+
+
+def _kept(held: Rate, limit: float) -> str:
+    """What a rate on held-out data says about the wanted one."""
+    keeps = below(held.value, held.high, held.n, limit)
+    if keeps is None:
+        enough = f": that takes {needed(limit):,} different ones with none" if limit else ""
+        return f"Too few to tell whether the wanted {limit:.1%} is kept{enough}."
+    return f"The wanted {limit:.1%} is {'kept' if keeps else 'missed'}."
 
 
 # ---- CGEE --------------------------------------------------------------------------------------
@@ -311,12 +336,14 @@ class CGEECalibration:
     """CGEE's settings and what they do on the held-out half.
 
     chosen_on: the same on the half that chose. level2: whether leaving inside the pass pays there.
+    keeps: the held-out half shows the wanted rate, misses it, or (None) is too small to tell.
     """
 
     cgee: CGEE
     held_out: Effect
     chosen_on: Effect
     level2: bool
+    keeps: bool | None
     says: str
     table: dict[str, Effect] = field(default_factory=dict)
 
@@ -342,8 +369,6 @@ def fit_cgee(
 ) -> CGEECalibration:
     """`calibrate_cgee` on measured problems."""
     first, second = halves([v.group for v in verified], seed)
-    if not second:
-        raise ValueError("problems: at least two are needed, to measure on one of them")
     choose, hold = ([v for v in verified if v.group in half] for half in (first, second))
     plain = CGEE(kappa=0.0)
     cgee, on_first = plain, effect(plain, choose, 0.0)
@@ -364,7 +389,9 @@ def fit_cgee(
         table[f"with the {deeper.lens} lens"] = held_deeper
     if pays and deeper is not None:
         cgee, on_first, held = deeper, on_deeper, held_deeper
-    return CGEECalibration(cgee, held, on_first, pays, _say_cgee(cgee, held, deeper, pays), table)
+    says = _say_cgee(cgee, held, deeper, pays, max_changed)
+    keeps = below(held.changed.value, held.changed.high, held.changed.n, max_changed)
+    return CGEECalibration(cgee, held, on_first, pays, keeps, says, table)
 
 
 def _level2(
@@ -396,11 +423,12 @@ def _level2(
     return best, found, effect(best, hold, costs[best.lens])
 
 
-def _say_cgee(cgee: CGEE, held: Effect, deeper: CGEE | None, pays: bool) -> str:
+def _say_cgee(cgee: CGEE, held: Effect, deeper: CGEE | None, pays: bool, max_changed: float) -> str:
     level1 = "off" if cgee.skip_top is None else f"top {cgee.skip_top:g}, lead {cgee.skip_lead:g}"
     says = (
         f"kappa {cgee.kappa:g}, level 1 {level1}. On the held-out half it saves "
         f"{held.saved:.1%} of the verification's layers and changes winners {held.changed}. "
+        f"{_kept(held.changed, max_changed)} "
     )
     if pays:
         return (

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .._core import Branch
 from ..logits import log_softmax
-from ..options import Sampling
+from ..options import ASKS, Sampling
 from ..prompts import Wordings
 from ..session import BranchSession
 from .replay import select
@@ -217,16 +217,25 @@ def answers(bench: Bench, items: Sequence[dict[str, Any]]) -> list[Result]:
     """For each problem a greedy answer and n_branches sampled ones; each sample verified in full
     and seen through the lenses after every layer of its verification.
 
-    items: {"problem": a `Problem`'s fields, "n_branches", "max_new_tokens", "seed"}. Of each, lists
-    over branches: text, answer, right, confidence, score, mass; "lenses": entropies in nats and
-    scores, (branches, layers), of each of LENSES.
+    items: {"problem": a `Problem`'s fields, "n_branches", "max_new_tokens", "seed"}; with "others"
+    the branches ask in turn with the problem's text and with these, and with "centre" the default
+    gate of this centre and guard="reworded" decides who shares. Of each, lists over branches:
+    answer, right, confidence, score, mass, approximate; "lenses": entropies in nats and scores,
+    (branches, layers), of each of LENSES.
     """
     session, asked = bench.session, []
     for item in items:
         row = Problem(**{**item["problem"], "choices": tuple(item["problem"]["choices"])})
         words = Wordings(session, row.instruction)
-        planted = session.prefill(words.problem(row.text))
-        first, *kids = planted.fork(1 + item["n_branches"])
+        planted = [session.prefill(words.problem(row.text))]
+        if "centre" in item:
+            middle = centres(bench, words, item["centre"])["mean"]
+            session.asks = ASKS(center=middle, guard="reworded")
+        for text in item.get("others", ()):
+            planted.append(session.prefill(words.problem(text), similar_to=planted[0]))
+        session.asks = None
+        first = planted[0].fork(1)[0]
+        kids = [planted[i % len(planted)].fork(1)[0] for i in range(item["n_branches"])]
         for i, kid in enumerate(kids):
             kid.stream = i
             session.submit(kid, item["max_new_tokens"], sampling(item["seed"]))
@@ -237,7 +246,7 @@ def answers(bench: Bench, items: Sequence[dict[str, Any]]) -> list[Result]:
     results = []
     for row, words, planted, first, kids in asked:
         results.append(_judged(bench, row, words, first, kids))
-        for branch in (planted, first, *kids):
+        for branch in (*planted, first, *kids):
             branch.drop()
     return results
 
@@ -257,6 +266,7 @@ def _judged(
         "confidence": [kid.confidence for kid in kids],
         "score": [verdict.score for verdict in verdicts],
         "mass": [verdict.mass for verdict in verdicts],
+        "approximate": [kid.approximate for kid in kids],
         "greedy answer": greedy,
         "greedy right": greedy == row.answer,
         "question tokens": len(question),

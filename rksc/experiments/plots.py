@@ -55,6 +55,21 @@ def band(
     axes.fill_between(x, low, high, color=COLOURS[i % len(COLOURS)], alpha=0.15, linewidth=0)
 
 
+def errorbars(
+    axes: Axes,
+    x: Sequence[float],
+    values: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    i: int,
+    **look: Any,
+) -> None:
+    """The i-th series with its intervals."""
+    y, below, above = (np.array(v, float) for v in (values, low, high))
+    errors = np.clip([y - below, above - y], 0, None)
+    axes.errorbar(x, y, yerr=errors, capsize=2, elinewidth=0.9, **style(i) | look)
+
+
 def bars(
     axes: Axes,
     labels: Sequence[str],

@@ -7,28 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .runner import time_of
+from .runner import Lab
 from .table import Table, show
 
 _ROWS = 40  # a longer table stays in its CSV file
-_TIMED = ("arms", "shape_times", "search_tree")
-_QUIET = 0.7  # of the threads' processors at least, when nobody else wants them
+_SAYS = {False: "What speaks against it", None: "What it leaves open", True: "What speaks for it"}
 
 
-def report(tables: Mapping[str, Table], out: str | Path, command: str) -> Path:
-    """Write tables, pictures and README.md to `out`; the path of the page."""
-    folder = Path(out)
+def report(tables: Mapping[str, Table], lab: Lab, command: str) -> Path:
+    """Write tables, pictures and README.md to the lab's `out`; the path of the page."""
+    if lab.out is None:
+        raise ValueError("out: the lab has no folder to write a report to")
+    folder = Path(lab.out)
     for table in tables.values():
         table.save(folder)
     page = folder / "README.md"
-    page.write_text("\n".join(_page(tables, folder, command)) + "\n", "utf-8")
+    page.write_text("\n".join(_page(tables, lab, folder, command)) + "\n", "utf-8")
     return page
 
 
-def _page(tables: Mapping[str, Table], folder: Path, command: str) -> list[str]:
+def _page(tables: Mapping[str, Table], lab: Lab, folder: Path, command: str) -> list[str]:
     meta = next(iter(tables.values())).meta
     lines = ["# Results", ""]
-    wall, cpu = (seconds / 60 for seconds in time_of(folder))
+    wall, cpu = (sum(s[i] for s in lab.spent.values()) / 60 for i in (0, 1))
     lines += [
         f"Made by `{command}` with {meta['model']} ({meta['architecture']}) in {meta['dtype']} "
         f"on {meta['machine']} ({meta['isa']}, {meta['n_threads']} threads), rksc "
@@ -37,17 +38,14 @@ def _page(tables: Mapping[str, Table], folder: Path, command: str) -> list[str]:
     ]  # fmt: skip
     if meta["quick"]:
         lines += [
-            "The quick set is small, and so is the model it is meant for. Read every figure "
-            "with its interval (95 %, in brackets), and none as a rate to expect of another "
-            "model.", "",
+            "The quick set is small, and so is the model it is meant for. Brackets hold 95 % "
+            "intervals. A sentence speaks for the method only where the interval does too; read "
+            "none as a rate to expect of another model.", "",
         ]  # fmt: skip
-    wall, cpu = time_of(folder, _TIMED)
-    if wall and cpu / wall < _QUIET * meta["n_threads"]:
-        lines += [
-            f"The machine was not quiet: the timed measurements had {cpu / wall:.1f} of "
-            f"{meta['n_threads']} processors. Tokens are counts and stand; times are rough.", "",
-        ]  # fmt: skip
-    for title, good in (("What speaks against it", False), ("What speaks for it", True)):
+    noise = lab.noise()
+    if noise is not None:
+        lines += [noise, ""]
+    for good, title in _SAYS.items():
         lines += [f"## {title}", ""]
         for name, table in tables.items():
             lines += [f"- **{name}**: {f.text}" for f in table.findings if f.good is good]

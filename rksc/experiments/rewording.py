@@ -16,17 +16,18 @@ import numpy as np
 from ..load import Model
 from ..prompts import INSTRUCTION
 from ..solve import final_answer
-from .fitting import N_CENTRE, Gate, Seen, fit, see
+from .fitting import Gate, Seen, fit, see
 from .measure import POSITIONS, continuations, mean_of
-from .plots import band, bars, style
+from .plots import bars, errorbars
 from .replay import sigma
 from .runner import Lab
-from .stats import Rate, auc, bootstrap, halves, rate
-from .table import Column, Finding, Table
+from .stats import FEWEST, Rate, above, auc, below, halves, median_interval, needed, rate
+from .table import Column, Finding, Table, signed
 from .tasks import (
     ADDED,
     FACT_REMOVED,
     KINDS,
+    N_CENTRE,
     NUMBER_CHANGED,
     REVERSED,
     REWORDING,
@@ -224,25 +225,26 @@ def _continuations(lab: Lab, held: Sequence[Wording], meta: Any) -> tuple[Table,
             continue
         answer = rate([final_answer(a["text"]) != final_answer(b["text"]) for a, b in both])
         winner = rate([a["winner"] != b["winner"] for a, b in both])
-        kl = [k for a, _ in both for k in a.get("kl", ())]
+        kl = [mean_of(a["kl"]) for a, _ in both if a.get("kl")]
         agree = [k for a, _ in both for k in a.get("agree", ())]
         greedy = rate([final_answer(a["greedy"]) != final_answer(b["greedy"])
                        for a, b in both if "greedy" in a])  # fmt: skip
         rows.append((
             kind, *_rate(winner), *_rate(answer), *(_rate(greedy) if greedy.n else (None,) * 3),
-            mean_of(kl) if kl else None, 100 * mean_of(agree) if agree else None, len(both),
+            *((float(np.median(kl)), *median_interval(kl)) if kl else (None,) * 3),
+            100 * mean_of(agree) if agree else None, len(both),
         ))  # fmt: skip
         for i, position in enumerate(POSITIONS):
             values = [a["kl"][i] for a, _ in both if len(a.get("kl", ())) > i]
             if values:
-                low, high = bootstrap(values, lambda x: np.median(x, axis=1), seed=lab.seed)
-                by_position.append((kind, position, float(np.median(values)), low, high,
-                                    len(values)))  # fmt: skip
+                by_position.append((kind, position, float(np.median(values)),
+                                    *median_interval(values), len(values)))  # fmt: skip
     columns = (
         Column("kind"), Column("other winner", "%"), Column("winner low", "%"),
         Column("winner high", "%"), Column("other answer", "%"), Column("answer low", "%"),
         Column("answer high", "%"), Column("other greedy answer", "%"), Column("greedy low", "%"),
-        Column("greedy high", "%"), Column("KL", "nats"), Column("top token equal", "%"),
+        Column("greedy high", "%"), Column("median KL", "nats"), Column("KL low", "nats"),
+        Column("KL high", "nats"), Column("top token equal", "%"),
         Column("pairs"),
     )  # fmt: skip
     divergence = (Column("kind"), Column("position", "tokens"), Column("KL", "nats"),
@@ -275,83 +277,92 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
     paper = {kind: rows["the paper's formula on both wordings", kind] for kind in KINDS}
     found.append(Finding(
         f"The paper's gate (last token, no centre, tau {PAPER_TAU}, alpha {PAPER_ALPHA}) "
-        f"accepts {_said(paper[REWORDING]['accepted'])} of rewordings, "
-        f"{_said(paper[NUMBER_CHANGED]['accepted'])} of changed numbers and "
-        f"{_said(paper[UNRELATED]['accepted'])} of unrelated questions.",
-        _below(paper[UNRELATED]["accepted"], 5),
+        f"accepts: {_said(paper, REWORDING, NUMBER_CHANGED, UNRELATED)}.",
+        _at_most(paper[UNRELATED], 5),
     ))  # fmt: skip
     suffix = {kind: rows["the paper's suffix probe", kind] for kind in KINDS}
     found.append(Finding(
         "The paper's probe runs the branch's suffix over the root's KV: what it compares "
         "depends on the root and the suffix, never on the branch's own wording. It accepts "
-        f"{_said(suffix[REWORDING]['accepted'])} of rewordings and "
-        f"{_said(suffix[UNRELATED]['accepted'])} of unrelated questions, whatever they say.", False,
+        f"alike, whatever they say: {_said(suffix, REWORDING, UNRELATED)}.", False,
     ))  # fmt: skip
     if gate is None:
         found.append(Finding("No gate keeps the wanted rate of false acceptance.", False))
     else:
-        measured = [rows["calibrated", kind] for kind in WANTED
-                    if rows["calibrated", kind]["pairs"]]  # fmt: skip
+        measured = {kind: rows["calibrated", kind] for kind in WANTED}
         found.append(Finding(
             f"Calibrated on {len(first)} questions (guard {gate.guard!r}, pool {gate.pool!r}, "
             f"{gate.probe_layers} layers, alpha {gate.alpha:g}, tau {gate.tau:.3f}), the gate "
-            "accepts on the others: "
-            + "; ".join(map(_accepted, measured)) + ".",
-            rows["calibrated", REWORDING] in measured and all(map(_reached, measured)),
+            f"accepts on the others: {_said(measured, *WANTED)}. Wanted at most 1 % of the first "
+            "three, 3 % of removed facts, 8 % of added operations, at least 65 % of rewordings: "
+            "these are judged by the rates themselves; to have the interval below 1 % takes "
+            f"{needed(0.01)} questions.",
+            all(_reached(row) for row in measured.values()),
         ))  # fmt: skip
         saved = rows["calibrated", REWORDING]
         if saved["over exact"] is not None:
             found.append(Finding(
-                f"On true rewordings that is {saved['over exact']:+.1f} points of prompt tokens "
-                f"reused over exact caching ({saved['tokens reused']:.1f} %).",
-                saved["over exact"] > 0,
+                f"On true rewordings that is {signed(saved['over exact'])} points of prompt tokens "
+                f"reused over exact caching ({saved['tokens reused']:.1f} %), n = "
+                f"{saved['pairs']}.",
+                above(saved["over exact"], saved["low"], saved["pairs"]),  # some are accepted
             ))  # fmt: skip
-    turned, inside = (rows["calibrated", kind] for kind in (TURNED, TURNED_REWORDING))
-    plain = rows["default (numbers guard)", TURNED]
-    found.append(Finding(
-        "One word turned round in an otherwise equal text: the number guard alone lets "
-        f"{_said(plain['accepted'])} share, with the near-copy guard {_said(turned['accepted'])} "
-        f"(n = {turned['pairs']}). Turned round within a rewording, {_said(inside['accepted'])} "
-        f"share (n = {inside['pairs']}): nothing tried notices that.",
-        _below(inside["accepted"], 5),
-    ))  # fmt: skip
+    plain, near = rows["default (numbers guard)", TURNED], rows["calibrated", TURNED]
+    inside = rows["calibrated", TURNED_REWORDING]
+    if plain["pairs"] and near["pairs"] and inside["pairs"]:
+        found.append(Finding(
+            "One word turned round in an otherwise equal text: the number guard alone lets share "
+            f"{_of(plain)}; the calibrated gate {_of(near)}. Turned round within a rewording, "
+            f"{_of(inside)} share: nothing tried notices that.", _at_most(inside, 5),
+        ))  # fmt: skip
     follow = {r["kind"]: r for r in table.also["continuation"].dicts()}
     if REWORDING not in follow:
         return found
     true, again = follow[REWORDING], follow[AGAIN]
+    other, draws = ({"answer": _span(row, "answer"), "winner": _span(row, "winner")}
+                    for row in (true, again))  # fmt: skip
     found.append(Finding(
         "Even for true rewordings, sharing changes the winner's answer in "
-        f"{true['other answer']:.0f} % [{true['answer low']:.0f}, {true['answer high']:.0f}] "
-        f"and the chosen branch in {true['other winner']:.0f} %; other draws of the same "
-        f"wording change the answer in {again['other answer']:.0f} % and the branch in "
-        f"{again['other winner']:.0f} % (n = {true['pairs']}).",
-        true["answer high"] < again["answer low"],
+        f"{other['answer']} and the chosen branch in {other['winner']}; other draws of the same "
+        f"wording change the answer in {draws['answer']} and the branch in {draws['winner']}, n = "
+        f"{true['pairs']}.",
+        above(again["other answer"], again["answer low"], true["pairs"], true["answer high"]),
     ))  # fmt: skip
     number = follow.get(NUMBER_CHANGED)
-    if number is not None and None not in (number["KL"], true["KL"]):
+    if number is not None and None not in (number["median KL"], true["median KL"]):
         found.append(Finding(
-            f"Divergence does not show the damage: KL {number['KL']:.3f} nats for a changed "
-            f"number, {true['KL']:.3f} for a true rewording.", number["KL"] > true["KL"],
+            "Divergence does not show the damage: in the median over pairs "
+            f"{_nats(number)} for a changed number, {_nats(true)} for a true rewording.",
+            above(number["median KL"], number["KL low"], number["pairs"], true["KL high"]),
         ))  # fmt: skip
     return found
 
 
-def _said(accepted: float | None) -> str:
-    return "none (no such pair)" if accepted is None else f"{accepted:.0f} %"
+def _said(rows: dict[str, dict[str, Any]], *kinds: str) -> str:
+    """Acceptance of each of these kinds that there are."""
+    return "; ".join(f"{kind} {_of(rows[kind])}" for kind in kinds if rows[kind]["pairs"])
 
 
-def _below(accepted: float | None, limit: float) -> bool:
-    return accepted is not None and accepted < limit
+def _of(row: dict[str, Any]) -> str:
+    return f"{row['accepted']:.1f} % [{row['low']:.1f}, {row['high']:.1f}] of {row['pairs']}"
 
 
-def _accepted(row: dict[str, Any]) -> str:
-    return (
-        f"{row['kind']} {row['accepted']:.1f} % [{row['low']:.1f}, {row['high']:.1f}], n = "
-        f"{row['pairs']}"
-    )
+def _span(row: dict[str, Any], what: str) -> str:
+    value, low, high = (row[f"{name}"] for name in (f"other {what}", f"{what} low", f"{what} high"))
+    return f"{value:.0f} % [{low:.0f}, {high:.0f}]"
+
+
+def _nats(row: dict[str, Any]) -> str:
+    return f"{row['median KL']:.3f} nats [{row['KL low']:.3f}, {row['KL high']:.3f}]"
+
+
+def _at_most(row: dict[str, Any], limit: float) -> bool | None:
+    return below(row["accepted"], row["high"], row["pairs"], limit) if row["pairs"] else None
 
 
 def _reached(row: dict[str, Any]) -> bool:
+    if row["pairs"] < FEWEST:
+        return False
     wanted = WANTED[row["kind"]]
     return bool(
         row["accepted"] >= wanted if row["kind"] == REWORDING else row["accepted"] <= wanted
@@ -382,10 +393,9 @@ def draw(figure: Figure, table: Table) -> None:
     divergence = table.also["divergence"]
     for i, kind in enumerate(dict.fromkeys(divergence.column("kind"))):
         part = divergence.where(kind=kind)
-        x = [p + 1 for p in part.column("position")]
-        right.plot(x, part.column("KL"), label=kind, **style(i))
-        if kind in (REWORDING, NUMBER_CHANGED):
-            band(right, x, part.column("low"), part.column("high"), i)
+        x = [(p + 1) * 1.04 ** (i - 3) for p in part.column("position")]  # side by side
+        errorbars(right, x, part.column("KL"), part.column("low"), part.column("high"), i,
+                  label=kind, linewidth=1)  # fmt: skip
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     right.set_yscale("log")

@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ Result = dict[str, Any]
 Measure = Callable[..., Any]
 _SAMPLE = 1 << 20  # bytes of a file's beginning and end that tell it from others
 _PART = 1 << 12  # values of a tensor, likewise
+_QUIET = 0.7  # of the threads' processors at least, when nobody else wants them
 
 
 class Bench:
@@ -65,6 +66,15 @@ class Bench:
     def session(self) -> BranchSession:
         """The session that measurements without a clock share."""
         return self.open()
+
+
+class Spent(NamedTuple):
+    """What a measurement took when it was made: seconds on the wall, and of all processors, which
+    is less where others had the machine. timed: it measured times."""
+
+    seconds: float
+    cpu: float
+    timed: bool
 
 
 @dataclass(frozen=True)
@@ -141,11 +151,30 @@ class Lab:
             bar.phase(function.__name__.replace("_", " "), len(missing), unit="item")
             for done in self._work(Work.of(function, missing, together), timed):
                 for key, record in done.items():
-                    known[key] = record["result"]
+                    known[key] = record
                     if log is not None:
                         log.append({"key": key, **record})
                 bar.advance(len(done))
-        return [known[key] for key in keys]
+        for key in keys:
+            self.spent[key] = Spent(known[key]["seconds"], known[key]["cpu"], timed)
+        return [known[key]["result"] for key in keys]
+
+    @cached_property
+    def spent(self) -> dict[str, Spent]:
+        """Of every measurement that this lab was asked for, now or in an earlier run, by key."""
+        return {}
+
+    def noise(self) -> str | None:
+        """In words, that others had the machine while times were measured; None: they had not."""
+        timed = [spent for spent in self.spent.values() if spent.timed]
+        wall, cpu = sum(s.seconds for s in timed), sum(s.cpu for s in timed)
+        threads = self.bench.session.n_threads
+        if cpu >= _QUIET * threads * wall:
+            return None
+        return (
+            f"The machine was not quiet: the timed measurements had {cpu / wall:.1f} of {threads} "
+            "processors. Tokens are counts and stand; times are rough."
+        )
 
     def _work(self, work: list[Work], timed: bool) -> Iterator[dict[str, Result]]:
         if not work:
@@ -300,7 +329,7 @@ class Log:
         self.path = folder / f"{name}.jsonl"
 
     def read(self) -> dict[str, Result]:
-        """Results by key. ValueError names a broken line that is not the last."""
+        """Records by key. ValueError names a broken line that is not the last."""
         if not self.path.exists():
             return {}
         data = self.path.read_bytes()
@@ -312,7 +341,7 @@ class Log:
         for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
             try:
                 record = json.loads(line)
-                found[record["key"]] = record["result"]
+                found[record["key"]] = {name: record[name] for name in ("seconds", "cpu", "result")}
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}: line {number} is broken: {error!r}") from None
         return found
@@ -321,18 +350,6 @@ class Log:
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         with self.path.open("ab") as file:
             file.write(line.encode())
-
-
-def time_of(out: str | Path, functions: Sequence[str] | None = None) -> tuple[float, float]:
-    """What the measurements below out/raw (None: of all functions) took together: seconds on the
-    wall, and of all processors, which is less where others had the machine."""
-    wall = cpu = 0.0
-    for path in sorted((Path(out) / "raw").glob("*.jsonl")):
-        if functions is None or path.stem in functions:
-            for line in path.read_bytes().split(b"\n")[:-1]:  # a text may hold U+2028
-                record = json.loads(line)
-                wall, cpu = wall + record["seconds"], cpu + record["cpu"]
-    return wall, cpu
 
 
 def _digest(path: Path) -> str:

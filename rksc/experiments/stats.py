@@ -1,6 +1,8 @@
 """Intervals and tests: a rate without its interval says little.
 
-Everything is computed from counts or with a seeded generator; no library but NumPy.
+Of a rate Wilson's, of the difference of two paired rates Tango's, of a mean or a ratio Student's
+around the jackknife, of a median order statistics'. All hold for small samples as far as theirs
+can; nothing is drawn at random.
 """
 
 from __future__ import annotations
@@ -90,26 +92,121 @@ def wilson(k: float, n: float, level: float = LEVEL) -> tuple[float, float]:
     return (0.0 if k == 0 else centre - half), (1.0 if k == n else centre + half)
 
 
-def bootstrap(
+def paired(gained: int, lost: int, n: int, level: float = LEVEL) -> tuple[float, float]:
+    """Interval of the difference of two rates on the same n, by Tango's score (1998).
+
+    gained, lost: where one is true and the other is not. Also where nothing differs it has a
+    width: none of n may still be one of the next n. (-1, 1) when n is 0.
+    """
+    if min(gained, lost) < 0 or gained + lost > n:
+        raise ValueError(f"gained, lost must be in 0 .. n = {n} together, got {gained}, {lost}")
+    if n == 0:
+        return -1.0, 1.0
+    z = NormalDist().inv_cdf((1 + level) / 2)
+
+    def excess(delta: float) -> float:
+        """How much farther than z deviations the data lie from a difference of delta."""
+        b = (2 * n - gained + lost) * delta - gained - lost
+        root = math.sqrt(max(0.0, b * b + 8 * n * lost * delta * (1 - delta)))
+        variance = n * (2 * (root - b) / (4 * n) + delta * (1 - delta))
+        return abs(gained - lost - n * delta) - z * math.sqrt(max(0.0, variance))
+
+    middle = (gained - lost) / n
+    ends = []
+    for outside in (-1.0, 1.0):
+        inside = middle
+        for _ in range(60):
+            half = (inside + outside) / 2
+            inside, outside = (half, outside) if excess(half) <= 0 else (inside, half)
+        ends.append(outside)
+    return ends[0], ends[1]
+
+
+def student(df: int, level: float = LEVEL) -> float:
+    """t such that Student's variable of df degrees lies within -t .. t with probability `level`.
+
+    The sums of Abramowitz and Stegun, 26.7.3 and 26.7.4, solved for the angle.
+    """
+    odd = df % 2
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        cosine, total = math.cos(angle), 0.0
+        term = cosine if odd else 1.0
+        for k in range(2 + odd, df + 1, 2):
+            total += term
+            term *= (k - 1) / k * cosine * cosine
+        within = math.sin(angle) * total
+        if odd:
+            within = (angle + within) * 2 / math.pi
+        low, high = (angle, high) if within < level else (low, angle)
+    return math.sqrt(df) * math.tan(low)
+
+
+def jackknife(
     values: ArrayLike,
     statistic: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
     level: float = LEVEL,
-    n: int = 2000,
-    seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of a statistic (None: the mean) of values (n, ...).
+    """Interval of a smooth statistic (None: the mean) of values (n, ...): Student's t of n - 1
+    degrees times the jackknife's error. Of a mean that is Student's own interval.
 
-    Rows are drawn with replacement; the statistic maps draws (draws, n, ...) to (draws,).
-    (NaN, NaN) without values.
+    The statistic maps samples (samples, n, ...) to (samples,). (NaN, NaN) for fewer than two
+    values; equal values leave no width.
     """
-    rows = np.asarray(values)
-    if not len(rows):
+    rows = np.asarray(values, float)
+    n = len(rows)
+    if n < 2:
         return math.nan, math.nan
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(rows), (n, len(rows)))
-    drawn = rows[picks].mean(axis=1) if statistic is None else statistic(rows[picks])
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    of = statistic or (lambda samples: samples.mean(axis=1))
+    without = of(np.stack([np.delete(rows, i, axis=0) for i in range(n)]))
+    error = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
+    middle, half = float(of(rows[None])[0]), student(n - 1, level) * error
+    return middle - half, middle + half
+
+
+def median_interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
+    """Interval of the median, between two of the values: holds for any distribution.
+
+    (NaN, NaN) for fewer than six values, which cannot have one of 95 %.
+    """
+    rows = np.sort(np.asarray(values, float))
+    n, rank, tail = len(rows), 0, 0.5 ** len(rows)
+    while tail <= (1 - level) / 2:  # the chance that at most `rank` values lie below the median
+        rank += 1
+        tail += math.comb(n, rank) * 0.5**n
+    return (float(rows[rank - 1]), float(rows[n - rank])) if rank else (math.nan, math.nan)
+
+
+# ---- what may be said --------------------------------------------------------------------------
+
+FEWEST = 6  # of fewer, all on one side come about by chance more often than once in twenty times
+
+
+def above(value: float, low: float, n: int, limit: float = 0.0) -> bool | None:
+    """That something is more than limit: False where it was not, None where it was but the
+    interval's low end, or fewer than FEWEST, leave it open (and where n is 0)."""
+    if value <= limit:
+        return False
+    return True if low > limit and n >= FEWEST else None
+
+
+def below(value: float, high: float, n: int, limit: float) -> bool | None:
+    """That something is at most limit, likewise."""
+    if value > limit:
+        return False
+    return True if high <= limit and n >= FEWEST else None
+
+
+def every(*verdicts: bool | None) -> bool | None:
+    """All of them hold; None: none is False, but one is open."""
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def needed(limit: float, level: float = LEVEL) -> int:
+    """Of how many none must be true for Wilson's interval to stay below limit."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    return math.ceil(z * z * (1 - limit) / limit)
 
 
 def auc(positives: ArrayLike, negatives: ArrayLike) -> float:

@@ -27,10 +27,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence that the numbers say. good: it speaks for the method, or against it."""
+    """One sentence that the numbers say. good: it speaks for the method, or against it; None:
+    these numbers leave it open."""
 
     text: str
-    good: bool
+    good: bool | None
+
+    def __str__(self) -> str:
+        return f"{'?' if self.good is None else '+' if self.good else '-'} {self.text}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +130,7 @@ class Table:
         )
 
     def save(self, folder: str | Path) -> list[Path]:
-        """CSV of every table, one JSON of all; with matplotlib also a picture. What was written."""
+        """CSV of every table, one JSON of all; with matplotlib PNG and PDF. What was written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         made = [folder / f"{self.name}.json", folder / f"{self.name}.csv"]
@@ -136,10 +140,13 @@ class Table:
             made.append(folder / f"{self.name}-{name}.csv")
             table.to_csv(made[-1])
         try:
-            self.plot(folder / f"{self.name}.png")
+            figure = self.plot()
         except ImportError:
             return made
-        return [*made, folder / f"{self.name}.png"]
+        pictures = [folder / f"{self.name}.png", folder / f"{self.name}.pdf"]
+        figure.savefig(pictures[0])
+        figure.savefig(pictures[1], metadata={"CreationDate": None})
+        return made + pictures
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """The experiment's figure (extra [viz]); written to `path` where one is given."""
@@ -168,7 +175,7 @@ class Table:
             any(isinstance(row[i], (int, float)) for row in self.rows) for i in range(len(widths))
         ]
         body = "\n".join(_line(line, widths, numeric) for line in text)
-        parts = [self.title, body, *(f"* {finding.text}" for finding in self.findings)]
+        parts = [self.title, body, *map(str, self.findings)]
         parts += [f"\n{table}" for table in self.also.values()]
         return "\n".join(parts)
 
@@ -192,6 +199,11 @@ def show(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else value
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """A difference as people read it: with its sign, and zero as +0."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
 def _head(column: Column) -> str:

@@ -15,6 +15,7 @@ from ..prompts import INSTRUCTION
 from ..solve import final_answer
 from .stats import halves
 
+N_CENTRE = 24  # questions that a centre is made from
 SETS = ("gsm8k", "arc_challenge", "mmlu_stem", "gpqa")
 LETTER = (
     "Think step by step. Then write the letter of the correct choice on a line that begins "
@@ -69,15 +70,18 @@ class Pair:
 
 
 def find_data(folder: str | Path | None = None) -> Path:
-    """The folder with the data; FileNotFoundError tells how to get it."""
-    beside = Path(__file__).resolve().parents[2] / "data"
-    candidates = [Path(folder)] if folder is not None else [Path("data"), beside]
-    for path in candidates:
+    """The folder with the data: this one, else `data` of the current folder, of one that it is in,
+    or of the clone that rksc is imported from. FileNotFoundError tells how to get it."""
+    here = Path.cwd()
+    clone = Path(__file__).resolve().parents[2]
+    around = [above / "data" for above in (here, *here.parents, clone)]
+    for path in around if folder is None else [Path(folder)]:
         if any((path / f"{name}.jsonl").is_file() for name in (*SETS, "rewordings")):
             return path
+    where = f"a folder data of {here} or above" if folder is None else str(folder)
     raise FileNotFoundError(
-        f"no data in {' or '.join(map(str, candidates))}: some of it is share-alike and not in "
-        "the wheel; take data/ of a clone or of the source archive and pass --data FOLDER"
+        f"no data in {where}: some of it is share-alike and not in the wheel; take data/ of a "
+        "clone or of the source archive and pass --data FOLDER"
     )
 
 
@@ -130,6 +134,22 @@ def wording_pairs(folder: Path, n: int | None = None, seed: int = 0) -> dict[str
         group: list(_pairs_of(group, rows[group], near[group], rows.get(unrelated[group] or "")))
         for group in picked
     }
+
+
+def reworded_problems(
+    folder: Path, n: int | None = None, seed: int = 0
+) -> tuple[list[tuple[Problem, list[str]]], list[str]]:
+    """n problems of the second of `halves` with their rewordings, and the questions of the first
+    half that a centre is made from."""
+    by_group = wording_pairs(folder, None, seed)
+    first, second = halves(list(by_group), seed)
+    known = wording_answers(folder)
+    asked = [
+        (Problem(group, pairs[0].root, known.get(group, "")),
+         [pair.own for pair in pairs if pair.kind == REWORDING])
+        for group, pairs in by_group.items() if group in second
+    ]  # fmt: skip
+    return asked[:n], [by_group[group][0].root for group in sorted(first)][:N_CENTRE]
 
 
 def wording_answers(folder: Path) -> dict[str, str]:

@@ -15,23 +15,24 @@ from ..load import Model
 from .fitting import GUARDS
 from .plots import band, style
 from .replay import sigma
-from .rewording import Wording, measured_wordings
+from .rewording import PAPER_ALPHA, PAPER_TAU, Wording, measured_wordings
 from .runner import Lab
-from .stats import rate
-from .table import Column, Finding, Table
+from .stats import above, below, rate
+from .table import Column, Finding, Table, signed
 from .tasks import REWORDING, TURNED_REWORDING, UNRELATED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TAUS = tuple(round(0.05 * i, 2) for i in range(-4, 21))
-ALPHAS = (0.0, 1.5, 3.0)
+TAUS = tuple(sorted([PAPER_TAU, *(round(0.05 * i, 2) for i in range(-4, 21))]))
+ALPHAS = (0.0, PAPER_ALPHA, 3.0)
 PROBES = {
     "prefix, centred mean": "mean",
     "prefix, last token": "last uncentred",
     "suffix (the paper's)": "suffix",
 }
 _NEAR = "near-duplicate"
+_KINDS = {"rewordings": REWORDING, "near-duplicates": _NEAR, "unrelated": UNRELATED}
 
 
 def tau_alpha_sweep(model: Model | str | Path | Lab, **options: Any) -> Table:
@@ -63,11 +64,14 @@ def tau_alpha_sweep(model: Model | str | Path | Lab, **options: Any) -> Table:
         Column("probe"), Column("layers"), Column("alpha"), Column("guard"), Column("tau"),
         Column("rewordings", "%"), Column("low", "%"), Column("high", "%"),
         Column("near-duplicates", "%"), Column("near low", "%"), Column("near high", "%"),
-        Column("unrelated", "%"), Column("tokens reused", "%"), Column("over exact", "points"),
-        Column("fidelity", "%"), Column("pairs"),
+        Column("unrelated", "%"), Column("unrelated low", "%"), Column("unrelated high", "%"),
+        Column("tokens reused", "%"), Column("over exact", "points"), Column("fidelity", "%"),
+        Column("pairs"),
     )  # fmt: skip
-    meta = lab.meta(questions=len({w.pair.group for w in rows_of}),
-                    guards=[g or "none" for g in GUARDS])  # fmt: skip
+    meta = lab.meta(
+        questions=len({w.pair.group for w in rows_of}), guards=[g or "none" for g in GUARDS],
+        pairs={name: int((kinds == kind).sum()) for name, kind in _KINDS.items()},
+    )  # fmt: skip
     table = Table(
         "tau_alpha_sweep", "The gate over tau, alpha, probe and layers", columns, rows, meta
     )
@@ -79,8 +83,7 @@ def _row(kinds: Any, groups: Any, tokens: Any, exact: Any, accepted: Any) -> tup
     """Acceptance by kind; tokens reused on rewordings, and over exact caching; fidelity: how many
     of the accepted pairs mean the same, when rewordings and others come equally often."""
     good, near, unrelated = (
-        rate(accepted[kinds == kind], groups[kinds == kind])
-        for kind in (REWORDING, _NEAR, UNRELATED)
+        rate(accepted[kinds == kind], groups[kinds == kind]) for kind in _KINDS.values()
     )
     mine = kinds == REWORDING
     total = tokens[mine].sum()
@@ -89,7 +92,8 @@ def _row(kinds: Any, groups: Any, tokens: Any, exact: Any, accepted: Any) -> tup
     fidelity = good.value / (good.value + bad) if good.k or bad else None
     return (
         100 * good.value, 100 * good.low, 100 * good.high, 100 * near.value, 100 * near.low,
-        100 * near.high, 100 * unrelated.value, 100 * float(exact[mine].sum() / total + over),
+        100 * near.high, 100 * unrelated.value, 100 * unrelated.low, 100 * unrelated.high,
+        100 * float(exact[mine].sum() / total + over),
         100 * float(over), None if fidelity is None else 100 * fidelity, len(kinds),
     )  # fmt: skip
 
@@ -101,57 +105,77 @@ def _kind(w: Wording) -> str:
 
 
 def _findings(table: Table) -> list[Finding]:
-    found = []
-    paper = table.where(probe="prefix, last token", alpha=1.5, guard="none").dicts()
-    at = next(r for r in paper if r["tau"] == 0.8)
-    found.append(Finding(
-        "At the paper's tau (0.80, alpha 1.5) the uncentred last token accepts "
-        f"{at['rewordings']:.0f} % of rewordings, {at['near-duplicates']:.0f} % of "
-        f"near-duplicates and {at['unrelated']:.0f} % of unrelated questions.", at["unrelated"] < 5,
-    ))  # fmt: skip
+    n = table.meta["pairs"]
+    paper = table.where(probe="prefix, last token", alpha=PAPER_ALPHA, guard="none", tau=PAPER_TAU)
+    found = [Finding(
+        f"At the paper's tau ({PAPER_TAU}, alpha {PAPER_ALPHA}) the uncentred last token accepts "
+        f"{_said(paper.dicts()[0], n)}.", _stops(paper.dicts()[0], n, "unrelated", 5),
+    )]  # fmt: skip
     depth = min(table.where(probe="prefix, centred mean").column("layers"))
-    centred = table.where(probe="prefix, centred mean", layers=depth, alpha=1.5)
-    bare = [r for r in centred.where(guard="none").dicts() if r["unrelated"] <= 1]
-    best = max(bare, key=lambda r: r["rewordings"], default=None)
-    if best is not None:
-        found.append(Finding(
-            f"Centred, {depth} layers, tau {best['tau']:g}, no guard: {best['rewordings']:.0f} "
-            f"% of rewordings and {best['unrelated']:.1f} % of unrelated questions are "
-            f"accepted, but {best['near-duplicates']:.0f} % of near-duplicates with another "
-            "answer too.",
-            best["near-duplicates"] < 5,
-        ))  # fmt: skip
-        for guard in ("numbers", "reworded"):
-            same = next(r for r in centred.where(guard=guard).dicts() if r["tau"] == best["tau"])
-            found.append(Finding(
-                f"With guard={guard!r} at the same tau: {same['rewordings']:.0f} % of "
-                f"rewordings, {same['near-duplicates']:.1f} % of near-duplicates, "
-                f"{same['over exact']:+.0f} points of tokens reused over exact caching.",
-                same["near-duplicates"] <= 1,
-            ))  # fmt: skip
-    spread = [
-        max(r["rewordings"] for r in rows) - min(r["rewordings"] for r in rows)
-        for tau in TAUS
-        if (
-            rows := table.where(
-                probe="prefix, centred mean", layers=depth, guard="none", tau=tau
-            ).dicts()
-        )
-    ]
+    centred = table.where(probe="prefix, centred mean", layers=depth)
+    best = _best(centred.where(guard="none", alpha=PAPER_ALPHA))
+    if best is None:
+        return found
     found.append(Finding(
-        f"Alpha hardly matters over {depth} layers: between 0 and 3 it moves acceptance of "
-        f"rewordings by at most {max(spread):.1f} points at any tau.", max(spread) < 10,
+        f"Centred, {depth} layers, tau {best['tau']:g}, no guard: {_said(best, n)} are accepted.",
+        _stops(best, n, "near-duplicates", 5),
     ))  # fmt: skip
+    for guard in ("numbers", "reworded"):
+        (same,) = centred.where(guard=guard, alpha=PAPER_ALPHA, tau=best["tau"]).dicts()
+        found.append(Finding(
+            f"With guard={guard!r} at the same tau: {_said(same, n)}; "
+            f"{signed(same['over exact'], 0)} points of tokens reused over exact caching.",
+            _stops(same, n, "near-duplicates", 5),
+        ))  # fmt: skip
+    plain, weighted = (_best(centred.where(guard="none", alpha=a)) for a in (0.0, PAPER_ALPHA))
+    if plain is not None and weighted is not None:
+        found.append(Finding(
+            f"Layers weighted by alpha {PAPER_ALPHA} or alike (0), each with its best tau over "
+            f"{depth} layers: {_rate(weighted, 'rewordings')} or {_rate(plain, 'rewordings')} of "
+            f"rewordings at no more than 1 % of unrelated questions, n = {n['rewordings']}.",
+            above(weighted["rewordings"], weighted["low"], n["rewordings"], plain["high"])
+            if weighted["rewordings"] > plain["rewordings"] else False,
+        ))  # fmt: skip
     return found
 
 
+def _best(table: Table) -> dict[str, Any] | None:
+    """The tau that accepts most rewordings and at most 1 % of unrelated questions."""
+    rows = [row for row in table.dicts() if row["unrelated"] <= 1]
+    return max(rows, key=lambda row: row["rewordings"], default=None)
+
+
+_ENDS = {"rewordings": "", "near-duplicates": "near ", "unrelated": "unrelated "}
+
+
+def _rate(row: dict[str, Any], name: str) -> str:
+    low, high = row[f"{_ENDS[name]}low"], row[f"{_ENDS[name]}high"]
+    return f"{row[name]:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def _said(row: dict[str, Any], n: dict[str, int]) -> str:
+    """Who is accepted, by kind."""
+    names = {"rewordings": "rewordings", "near-duplicates": "near-duplicates with another answer",
+             "unrelated": "unrelated questions"}  # fmt: skip
+    return ", ".join(f"{_rate(row, k)} of {n[k]} {name}" for k, name in names.items())
+
+
+def _stops(row: dict[str, Any], n: dict[str, int], name: str, limit: float) -> bool | None:
+    return below(row[name], row[f"{_ENDS[name]}high"], n[name], limit)
+
+
 def shown(table: Table) -> list[Table]:
-    """Every fourth tau of three gates."""
+    """Some taus of three gates."""
     depth = min(table.where(probe="prefix, centred mean").column("layers"))
     centred = table.where(probe="prefix, centred mean", layers=depth, alpha=1.5)
     parts = [table.where(probe="prefix, last token", alpha=1.5, guard="none"),
              *(centred.where(guard=guard) for guard in ("none", "reworded"))]  # fmt: skip
-    return [replace(part, rows=part.rows[::4]) for part in parts]
+    taus = (*TAUS[::4][:6], PAPER_TAU, TAUS[-1])
+    return [
+        replace(part, rows=[row for row, tau in zip(part.rows, part.column("tau"), strict=True)
+                            if tau in taus])
+        for part in parts
+    ]  # fmt: skip
 
 
 def draw(figure: Figure, table: Table) -> None:
@@ -172,13 +196,14 @@ def draw(figure: Figure, table: Table) -> None:
             axes.plot(x, part.column(name), label=name, **style(i) | {"markersize": 3})
         band(axes, x, part.column("low"), part.column("high"), 0)
         band(axes, x, part.column("near low"), part.column("near high"), 1)
+        band(axes, x, part.column("unrelated low"), part.column("unrelated high"), 2)
         axes.plot(x, part.column("over exact"), label="tokens reused over exact [points]",
                   color="#777777", linestyle=":")  # fmt: skip
-        axes.axvline(0.82, color="#999999", linewidth=0.8)
+        axes.axvline(PAPER_TAU, color="#999999", linewidth=0.8)
         axes.set_xlabel("tau")
         axes.set_title(title, fontsize=8.5)
     axes_of[0].annotate(
-        "paper's tau", (0.82, 50), xytext=(-4, 0), textcoords="offset points", rotation=90,
+        "paper's tau", (PAPER_TAU, 50), xytext=(-4, 0), textcoords="offset points", rotation=90,
         ha="right", va="center", fontsize=7, color="#777777",
     )  # fmt: skip
     axes_of[0].set_ylabel("pairs accepted [%]")
