@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ._core import Branch
 from .logits import log_softmax
 from .results import Generation
-from .session import BranchSession
+from .session import BranchSession, Text
 from .solve import Solution
 from .types import Tokens
 
@@ -34,32 +34,49 @@ class Fidelity:
     n: int
 
 
-def fidelity(branch: Branch, reference: Branch, continuation: Tokens) -> Fidelity:
+def fidelity(branch: Branch, reference: Branch, continuation: Text) -> Fidelity:
     """Compare two branches of a session, teacher-forced over a continuation of both.
 
     For KV that ASKS shared: branch stands on another wording's, reference on its own.
     """
-    if not len(continuation):
+    session = reference.session
+    assert isinstance(session, BranchSession)
+    tokens = session.encode(continuation, field="continuation")
+    if not len(tokens):
         raise ValueError("continuation is empty: fidelity is compared over its tokens")
-    rows = [log_softmax(_logits(b, continuation)) for b in (branch, reference)]
+    rows = [log_softmax(_logits(b, tokens)) for b in (branch, reference)]
     own, wanted = rows
     kl = (np.exp(wanted) * (wanted - own)).sum(1)
     agreement = float((own.argmax(1) == wanted.argmax(1)).mean())
     return Fidelity(float(kl.mean()), float(kl.max()), agreement, len(kl))
 
 
+_NUMBER = re.compile(r"(?:[$£€] ?)?(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?![.,]?\d)")
+
+
+def normalised(text: str) -> str:
+    """The text without what seldom makes an answer another one: white space, case, a closing full
+    stop, and how a number is written (1,234.50 is 1234.5; $12.00 is 12)."""
+
+    def plain(number: re.Match[str]) -> str:
+        decimals = (number[2] or "").rstrip("0").rstrip(".")
+        return number[1].replace(",", "") + decimals
+
+    return _NUMBER.sub(plain, " ".join(text.split()).casefold()).rstrip(".")
+
+
 def assert_answer(
     result: Solution | Generation | str,
     expected: str | Sequence[str],
     *,
-    normalise: Callable[[str], str] = lambda text: " ".join(text.split()).casefold().rstrip("."),
+    normalise: Callable[[str], str] = normalised,
 ) -> None:
     """The answer is one of those expected: a Solution's answer equals it, a text contains it, as
-    whole words and numbers ("2" is not in "12", "2.5" or "-2").
+    whole words and numbers ("2" is not in "12", "2.5" or "-2"). Both after `normalise`.
 
-    Both are compared after `normalise`: white space, case and a closing full stop do not count.
     ValueError: nothing is expected, or an empty text.
     """
+    __tracebackhide__ = True
     wanted = [expected] if isinstance(expected, str) else list(expected)
     if not wanted or not all(normalise(text) for text in wanted):
         raise ValueError(f"expected must be non-empty texts, got {expected!r}")
@@ -97,6 +114,7 @@ def assert_confidence(
 ) -> None:
     """Every confidence is at least this; best=True: the largest of them. Of a Solution: that
     of its best node."""
+    __tracebackhide__ = True
     if isinstance(results, Solution):
         found = [results.best.confidence]
     else:
@@ -114,12 +132,13 @@ def assert_confidence(
 def assert_fidelity(
     branch: Branch,
     reference: Branch,
-    continuation: Tokens,
+    continuation: Text,
     *,
     max_kl: float = 0.05,
     min_agreement: float = 0.9,
 ) -> Fidelity:
     """The branch says nearly what the reference says; `Fidelity` of the two."""
+    __tracebackhide__ = True
     found = fidelity(branch, reference, continuation)
     if not (found.kl <= max_kl and found.agreement >= min_agreement):
         raise AssertionError(

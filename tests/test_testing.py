@@ -14,7 +14,7 @@ from letters import Letters
 from models import T4
 
 from rksc import ASKS, BranchSession, Generation, Sampling, solve
-from rksc.testing import assert_answer, assert_confidence, assert_fidelity, fidelity
+from rksc.testing import assert_answer, assert_confidence, assert_fidelity, fidelity, normalised
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,6 +69,23 @@ def test_words_and_numbers_are_whole(text: str, inside: list[str], outside: list
             assert_answer(text, expected)
 
 
+@pytest.mark.parametrize(
+    "one, other",
+    [("1,234", "1234"), ("$12.00", "12"), ("\u20ac 1,234,567.50", "1234567.5"), ("7.0", "7")],
+)
+def test_numbers_are_compared_however_they_are_written(one: str, other: str) -> None:
+    for text, expected in ((one, other), (other, one)):
+        assert_answer(f"It costs {text}.", expected)
+        assert_answer(f"({text})", f" {expected} ")
+    with pytest.raises(AssertionError):
+        assert_answer(f"It costs {one}5", other)
+
+
+@pytest.mark.parametrize("text", ["1.2.30", "12,34", "1,2345", "12:00", "1.05", "100"])
+def test_what_is_no_plain_number_stays(text: str) -> None:
+    assert normalised(text) == text
+
+
 def test_confidences(session: BranchSession) -> None:
     made = generation(session)
     assert made.confidence is not None
@@ -103,6 +120,9 @@ def test_fidelity_is_kl_over_the_continuation(session: BranchSession) -> None:
     assert found.agreement == (rows[0].argmax(1) == rows[1].argmax(1)).mean()
     with pytest.raises(ValueError, match="continuation"):
         fidelity(session.prefill(own), session.prefill(own), [])
+    text = fidelity(session.prefill(other), session.prefill(own), "th 3")
+    ids = session.encode("th 3")
+    assert text == fidelity(session.prefill(other), session.prefill(own), ids)
 
 
 def test_shared_kv_is_less_faithful_than_own(session: BranchSession) -> None:
@@ -161,6 +181,8 @@ def test_plugin(tmp_path: Path, smollm2: object) -> None:
     said = run(tmp_path, TESTS, "--rksc-model", str(getattr(smollm2, "path", "")))
     assert "1 failed, 3 passed" in said, said
     assert "expected 'Rome'" in said
+    assert "rksc/testing.py" not in said  # the failure is the test's own line
+    assert len(said.splitlines()) < 25, said
 
 
 def test_plugin_without_a_model_skips(tmp_path: Path) -> None:
