@@ -410,6 +410,29 @@ def test_decode_of_a_deep_tree(
             cache.check(got[i], rows[i])
 
 
+@pytest.mark.parametrize(
+    "compute,head_dim", [(RK_BF16, 64), (RK_BF16, 256), (RK_F32, 18), (RK_F32, 132)]
+)
+def test_merge_of_more_partials_than_lanes(compute: int, head_dim: int) -> None:
+    """Branches that leave a trunk one by one: each block of it is a shared panel of its own, so
+    the last rows have a partial for each, 40 and more; and heads of several columns a lane."""
+    rng = np.random.default_rng(head_dim)
+    n, trunk = 80, 40
+    shape = Shape(n_heads=2, n_kv_heads=2, head_dim=head_dim, n_blocks=256, max_rows=128)
+    ids = iter(int(i) for i in rng.permutation(shape.n_blocks))
+    stem = [next(ids) for _ in range(trunk)]
+    tables = [[*stem[: min(i + 1, trunk)], next(ids)] for i in range(n)]
+    ends = [16 * len(table) - i % 16 for i, table in enumerate(tables)]
+    cache = DeviceCache(rng, shape, compute)
+    with CudaRig(shape, compute) as rig:
+        rig.poison()
+        fill(cache, rig, tables, ends)
+        rows = [Row(t, end - 1, write=False) for t, end in zip(tables, ends, strict=True)]
+        got = cache.run(rig, Plan(rows, 16))
+        for i in (0, 1, 30, 33, 40, 78, 79):
+            cache.check(got[i], rows[i])
+
+
 def test_blocks_beyond_2_to_31_elements(compute: int) -> None:
     """Offsets into the pool are 64 bits wide."""
     shape = Shape(n_layers=4, n_heads=2, n_kv_heads=2, head_dim=64, block_tokens=256)

@@ -173,8 +173,8 @@ __device__ __forceinline__ void scores(float s[N][S::STEP / 8][4],
                                                   k + matrix % 2));
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    rk_mma(s[i][2 * j], q[i], b, element());
-                    rk_mma(s[i][2 * j + 1], q[i], b + 2, element());
+                    rk_mma(s[i][2 * j], q[i], b);
+                    rk_mma(s[i][2 * j + 1], q[i], b + 2);
                 }
             }
         }
@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_values(state<N, DIM> &w,
             p[i][1] = rk_pack<element>(s[i][2 * j][2], s[i][2 * j][3]);
             p[i][2] = rk_pack<element>(s[i][2 * j + 1][0], s[i][2 * j + 1][1]);
             p[i][3] = rk_pack<element>(s[i][2 * j + 1][2], s[i][2 * j + 1][3]);
-            rk_mma(w.sum[i], p[i], ones, element());
+            rk_mma(w.sum[i], p[i], ones);
         }
 #pragma unroll
         for (int d = 0; d < S::CHUNKS; d += 2) {
@@ -288,8 +288,8 @@ __device__ __forceinline__ void add_values(state<N, DIM> &w,
                                             d + matrix / 2));
 #pragma unroll
                 for (int i = 0; i < N; i++) {
-                    rk_mma(w.out[i][d], p[i], b, element());
-                    rk_mma(w.out[i][d + 1], p[i], b + 2, element());
+                    rk_mma(w.out[i][d], p[i], b);
+                    rk_mma(w.out[i][d + 1], p[i], b + 2);
                 }
             }
         }
@@ -468,49 +468,102 @@ void launch_any(const rk_cuda_attention &a, cudaStream_t stream)
 
 /* ---- merging partials ---------------------------------------------------- */
 
-/* A warp merges one head of one row:
- *     m = max m_i,  w_i = e^(m_i - m),  out = sum w_i acc_i / sum w_i l_i. */
-template <class T>
+/* A block merges N columns a lane of one head of one row:
+ *     m = max m_i,  w_i = e^(m_i - m),  out = sum w_i acc_i / sum w_i l_i.
+ * 32 partials at a time: in every warp each lane finds the weight of one; each
+ * warp adds up eight, whose loads are all under way together. What takes time
+ * is waiting for memory: twice until the maximum is known, once for each 32
+ * partials, so loads must not wait for weights. */
+constexpr int MERGE_LOADS = RK_WARP / WARPS;
+
+/* N columns, aligned to their size, or zeros. */
+__device__ __forceinline__ void load_columns(float (&out)[4], const float *from,
+                                             bool there)
+{
+    const uint4 v = there ? rk_load16(from) : make_uint4(0, 0, 0, 0);
+    out[0] = __uint_as_float(v.x);
+    out[1] = __uint_as_float(v.y);
+    out[2] = __uint_as_float(v.z);
+    out[3] = __uint_as_float(v.w);
+}
+
+__device__ __forceinline__ void load_columns(float (&out)[1], const float *from,
+                                             bool there)
+{
+    out[0] = there ? *from : 0.0f;
+}
+
+template <class T, int N>
 __global__ void __launch_bounds__(THREADS) merge(const rk_cuda_attention a)
 {
-    const int item = blockIdx.x * WARPS + threadIdx.x / RK_WARP;
-    const int lane = threadIdx.x % RK_WARP, head_dim = a.kv.head_dim;
-    const int row = item / a.n_heads, head = item % a.n_heads;
-    if (row >= a.n_rows) {
-        return;
-    }
+    RK_SHARED(float, parts, [WARPS][RK_WARP * N]);
+    const int warp = threadIdx.x / RK_WARP, lane = threadIdx.x % RK_WARP;
+    const int row = blockIdx.x / a.n_heads, head = blockIdx.x % a.n_heads;
+    const int head_dim = a.kv.head_dim, base = blockIdx.y * RK_WARP * N;
     const int first = a.rows_first[row], end = a.rows_first[row + 1];
     if (first == end) {
         return;
     }
-    float max = -INFINITY;
+    const float *sums = a.sums + 2 * head;
+    const float *columns =
+        a.partials + (int64_t)head * head_dim + base + lane * N;
+    const int64_t step = (int64_t)a.n_heads * head_dim;
+    const bool inside = base + lane * N < head_dim;
+    float max = -INFINITY, sum = 0.0f, all[N] = {};
     for (int i = first + lane; i < end; i += RK_WARP) {
-        max = fmaxf(max, a.sums[2 * ((int64_t)i * a.n_heads + head)]);
+        max = fmaxf(max, sums[2 * (int64_t)i * a.n_heads]);
     }
     max = rk_warp_max(max);
-    T *out = static_cast<T *>(a.out) + (int64_t)item * head_dim;
-    const bool whole = head_dim % 8 == 0;
-    for (int at = lane * 8; at < head_dim; at += RK_WARP * 8) {
-        float all[8] = {}, sum = 0.0f;
-        for (int i = first; i < end; i++) {
-            const int64_t index = (int64_t)i * a.n_heads + head;
-            const float by =
-                rk_part_weight(a.sums[2 * index] * LOG2_E, max * LOG2_E);
-            float part[8];
-            rk_row_load(part, a.partials + index * head_dim, at, head_dim,
-                        whole);
-            sum += a.sums[2 * index + 1] * by;
+    for (int chunk = first; chunk < end; chunk += RK_WARP) {
+        float weight = 0.0f, part[MERGE_LOADS][N];
+        const int mine = chunk + warp * MERGE_LOADS;
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                all[j] += part[j] * by;
+        for (int j = 0; j < MERGE_LOADS; j++) {
+            load_columns(part[j], columns + (mine + j) * step,
+                         inside && mine + j < end);
+        }
+        if (chunk + lane < end) {
+            const float *of = sums + 2 * (int64_t)(chunk + lane) * a.n_heads;
+            weight = rk_part_weight(of[0] * LOG2_E, max * LOG2_E);
+            sum += of[1] * weight;
+        }
+#pragma unroll
+        for (int j = 0; j < MERGE_LOADS; j++) {
+            const float by =
+                __shfl_sync(RK_ALL_LANES, weight, warp * MERGE_LOADS + j);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                all[n] += part[j][n] * by;
             }
         }
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            all[j] /= sum;
-        }
-        rk_row_store(out, all, at, head_dim, whole);
     }
+    sum = rk_warp_sum(sum);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        parts[warp][lane * N + n] = all[n];
+    }
+    __syncthreads(); /* the parts of all warps are there */
+    const int column = threadIdx.x;
+    if (column < RK_WARP * N && base + column < head_dim) {
+        float total = parts[0][column];
+        for (int i = 1; i < WARPS; i++) {
+            total += parts[i][column];
+        }
+        rk_narrow(static_cast<T *>(a.out) + (int64_t)blockIdx.x * head_dim +
+                      base + column,
+                  total / sum);
+    }
+}
+
+template <int N>
+void launch_merge(const rk_cuda_attention &a, cudaStream_t stream)
+{
+    const dim3 grid((unsigned)a.n_rows * (unsigned)a.n_heads,
+                    rk_blocks(a.kv.head_dim, RK_WARP * N));
+    rk_with_act(a.kv.type, [=](auto element) {
+        using T = decltype(element);
+        RK_LAUNCH((merge<T, N>), grid, THREADS, 0, stream, a);
+    });
 }
 
 /* ---- which kernel -------------------------------------------------------- */
@@ -557,12 +610,8 @@ cudaError_t rk_cuda_attend(const rk_cuda_attention *a, cudaStream_t stream)
         error = cudaGetLastError();
     }
     if (error == cudaSuccess && a->merge) {
-        const int64_t items = (int64_t)a->n_rows * a->n_heads;
-        rk_with_act(a->kv.type, [=](auto element) {
-            using T = decltype(element);
-            RK_LAUNCH((merge<T>), rk_blocks(items, WARPS), THREADS, 0, stream,
-                      *a);
-        });
+        a->kv.head_dim % 4 == 0 ? launch_merge<4>(*a, stream)
+                                : launch_merge<1>(*a, stream);
         error = cudaGetLastError();
     }
     return error;

@@ -137,9 +137,6 @@ void cuda_issue(cuda_device *dev, const cuda_op *op)
     const cuda_facts *f = &dev->facts;
     cudaStream_t stream = dev->context->stream;
     if (dev->error.status != RK_OK) {
-        return;
-    }
-    if (dev->error.status != RK_OK) {
         return; /* its facts may not have come: nothing runs on what is there */
     }
     switch ((cuda_kind)op->kind) {

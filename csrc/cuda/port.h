@@ -59,16 +59,6 @@ __device__ __forceinline__ uint4 rk_load16(const void *from)
     return *static_cast<const uint4 *>(from);
 }
 
-/* Global memory that nobody writes meanwhile and this block reads once. */
-__device__ __forceinline__ uint4 rk_load16_once(const void *from)
-{
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
-    return v;
-}
-
 __device__ __forceinline__ void rk_store16(void *to, uint4 value)
 {
     *static_cast<uint4 *>(to) = value;
@@ -141,29 +131,15 @@ __device__ __forceinline__ void rk_ldmatrix_trans(uint32_t out[4],
         : "memory");
 }
 
-/* d (16, 8) += a (16, 16) b (16, 8), float32 accumulators; the type of `tag`
- * says what a and b hold (rk_bf16 or rk_f16). Fragments of lane l, with
- * g = l / 4 and t = 2 * (l % 4), low half first:
+/* d (16, 8) += a (16, 16) b (16, 8): bf16, float32 accumulators. Fragments of
+ * lane l, with g = l / 4 and t = 2 * (l % 4), low half first:
  *   a[0] (g, t..t+1)  a[1] (g+8, t..)  a[2] (g, t+8..)  a[3] (g+8, t+8..)
  *   b[0] (t..t+1, g)  b[1] (t+8..t+9, g)
  *   d[0] (g, t)  d[1] (g, t+1)  d[2] (g+8, t)  d[3] (g+8, t+1) */
 __device__ __forceinline__ void rk_mma(float d[4], const uint32_t a[4],
-                                       const uint32_t b[2], rk_bf16 tag)
+                                       const uint32_t b[2])
 {
-    (void)tag;
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]),
-                   "r"(b[1]));
-}
-
-__device__ __forceinline__ void rk_mma(float d[4], const uint32_t a[4],
-                                       const uint32_t b[2], rk_f16 tag)
-{
-    (void)tag;
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

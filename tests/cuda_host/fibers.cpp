@@ -536,30 +536,26 @@ struct fragments {
     const uint32_t *a, *b;
 };
 
-template <class T> float half_of(uint32_t word, int which)
+float half_of(uint32_t word, int which)
 {
-    T x;
+    __nv_bfloat16 x;
     x.bits = static_cast<uint16_t>(word >> 16 * which);
-    if constexpr (std::is_same<T, __half>::value) {
-        return __half2float(x);
-    } else {
-        return __bfloat162float(x);
-    }
+    return __bfloat162float(x);
 }
 
-template <class T> void multiply(void *const lanes[32], unsigned)
+void multiply(void *const lanes[32], unsigned)
 {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < 32; lane++) {
         auto *me = static_cast<fragments *>(lanes[lane]);
         int g = lane / 4, t = lane % 4 * 2;
         for (int e = 0; e < 2; e++) {
-            a[g][t + e] = half_of<T>(me->a[0], e);
-            a[g + 8][t + e] = half_of<T>(me->a[1], e);
-            a[g][t + 8 + e] = half_of<T>(me->a[2], e);
-            a[g + 8][t + 8 + e] = half_of<T>(me->a[3], e);
-            b[t + e][g] = half_of<T>(me->b[0], e);
-            b[t + 8 + e][g] = half_of<T>(me->b[1], e);
+            a[g][t + e] = half_of(me->a[0], e);
+            a[g + 8][t + e] = half_of(me->a[1], e);
+            a[g][t + 8 + e] = half_of(me->a[2], e);
+            a[g + 8][t + 8 + e] = half_of(me->a[3], e);
+            b[t + e][g] = half_of(me->b[0], e);
+            b[t + 8 + e][g] = half_of(me->b[1], e);
         }
     }
     for (int lane = 0; lane < 32; lane++) {
@@ -600,15 +596,8 @@ void rk_ldmatrix_trans(uint32_t out[4], const void *row)
     rk_host_meet(WARP, load_matrices<true>, &mine);
 }
 
-void rk_mma(float d[4], const uint32_t a[4], const uint32_t b[2],
-            __nv_bfloat16)
+void rk_mma(float d[4], const uint32_t a[4], const uint32_t b[2])
 {
     fragments mine = {d, a, b};
-    rk_host_meet(WARP, multiply<__nv_bfloat16>, &mine);
-}
-
-void rk_mma(float d[4], const uint32_t a[4], const uint32_t b[2], __half)
-{
-    fragments mine = {d, a, b};
-    rk_host_meet(WARP, multiply<__half>, &mine);
+    rk_host_meet(WARP, multiply, &mine);
 }

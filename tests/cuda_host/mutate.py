@@ -62,6 +62,8 @@ CHANGES = [
     # merging: base, weights, order
     Change("attention.cuh", "exp2f(m - all)", "exp2f(all - m)"),
     Change("attention.cu", "max * LOG2_E", "max"),
+    Change("attention.cu", "chunk < end; chunk += RK_WARP", "chunk < end; chunk += 1 << 20"),
+    Change("attention.cu", "(mine + j) * step", "mine * step"),
     # a barrier that counts, besides those that meetings() finds
     Change("pick.cu", "__syncthreads_or(bad)", "bad"),
     # a buffer that is used again too early, or a copy that comes too late

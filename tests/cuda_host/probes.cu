@@ -6,7 +6,6 @@
 
 /* ---- fragments ------------------------------------------------------------ */
 
-template <class T>
 __global__ void mma(float *d, const uint32_t *a, const uint32_t *b)
 {
     int lane = threadIdx.x;
@@ -19,19 +18,15 @@ __global__ void mma(float *d, const uint32_t *a, const uint32_t *b)
     for (int i = 0; i < 2; i++) {
         right[i] = b[2 * lane + i];
     }
-    rk_mma(mine, left, right, T{});
+    rk_mma(mine, left, right);
     for (int i = 0; i < 4; i++) {
         d[4 * lane + i] = mine[i];
     }
 }
 
-EXPORT int probe_mma(float *d, const uint32_t *a, const uint32_t *b, int half)
+EXPORT int probe_mma(float *d, const uint32_t *a, const uint32_t *b)
 {
-    if (half) {
-        RK_LAUNCH(mma<rk_f16>, 1, 32, 0, nullptr, d, a, b);
-    } else {
-        RK_LAUNCH(mma<rk_bf16>, 1, 32, 0, nullptr, d, a, b);
-    }
+    RK_LAUNCH(mma, 1, 32, 0, nullptr, d, a, b);
     return cudaGetLastError();
 }
 

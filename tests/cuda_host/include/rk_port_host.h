@@ -64,11 +64,6 @@ inline uint4 rk_load16(const void *from)
     return *static_cast<const uint4 *>(from);
 }
 
-inline uint4 rk_load16_once(const void *from)
-{
-    return rk_load16(from);
-}
-
 inline void rk_store16(void *to, uint4 value)
 {
     rk_host_align16(to);
@@ -96,8 +91,6 @@ inline float rk_exp2(float x)
 
 void rk_ldmatrix(uint32_t out[4], const void *row);
 void rk_ldmatrix_trans(uint32_t out[4], const void *row);
-void rk_mma(float d[4], const uint32_t a[4], const uint32_t b[2],
-            __nv_bfloat16 tag);
-void rk_mma(float d[4], const uint32_t a[4], const uint32_t b[2], __half tag);
+void rk_mma(float d[4], const uint32_t a[4], const uint32_t b[2]);
 
 #endif
