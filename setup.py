@@ -17,6 +17,7 @@ import importlib.util
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("csrc")
+ABI = runpy.run_path(str(SOURCE / "abi.py"))["flag"](SOURCE)
 FLAGS = [
     *("-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"),
     *("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Wno-cast-function-type"),
@@ -120,6 +122,9 @@ def find_cuda() -> Cuda | None:
         "cuda_runtime.h": [root / "include" / "cuda_runtime.h" for root in roots],
         "cublas_v2.h": [root / "include" / "cublas_v2.h" for root in roots],
     }
+    wanted["nv/target"] = [
+        root / "include" / folder / "nv" / "target" for root in roots for folder in ("cccl", "")
+    ]
     for name in ("libcudart.so.13", "libcublas.so.13"):
         wanted[name] = [root / lib / name for root in roots for lib in ("lib64", "lib")]
     found = {name: next((p for p in paths if p.is_file()), None) for name, paths in wanted.items()}
@@ -128,8 +133,8 @@ def find_cuda() -> Cuda | None:
         raise SystemExit(
             f"RKSC_CUDA=on: {', '.join(missing)} not found. Install a CUDA toolkit 13 and set "
             "CUDA_HOME, or NVIDIA's wheels beside what builds rksc (pip install "
-            "'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-runtime>=13,<14' 'nvidia-cublas>=13,<14', "
-            "then pip install --no-build-isolation)"
+            "'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-runtime>=13,<14' 'nvidia-cublas>=13,<14' "
+            "'nvidia-cuda-cccl>=13,<14', then pip install --no-build-isolation)"
         )
     paths = {name: path for name, path in found.items() if path is not None}
     if missing:
@@ -158,7 +163,7 @@ def nvcc_flags(cuda: Cuda) -> list[str]:
 def flags() -> list[str]:
     extra = ["-Werror"] if os.environ.get("RKSC_WERROR") == "1" else []
     extra += SANITIZE if os.environ.get("RKSC_SANITIZE") == "1" else []
-    return [*FLAGS, *extra]
+    return [*FLAGS, ABI, *extra]
 
 
 class BuildExtension(build_ext):  # type: ignore[misc]  # setuptools is untyped

@@ -286,7 +286,7 @@ typedef struct rk_cuda rk_cuda;
 
 /* What the shared object exports as rk_cuda_library. */
 typedef struct rk_cuda_calls {
-    size_t table_bytes; /* RK_CUDA_TABLE_BYTES: made for this build of rksc? */
+    uint64_t abi; /* RK_ABI (abi.py): made with the headers of this rksc? */
     /* RK_ESTATE: no driver, no such GPU, one that is too old: the text says
      * what to do. */
     rk_status (*open)(rk_cuda **out, int ordinal, rk_error *err);
@@ -302,11 +302,10 @@ typedef struct rk_cuda_calls {
                         const rk_extent *extent, rk_error *err);
 } rk_cuda_calls;
 
-#define RK_CUDA_TABLE_BYTES (sizeof(rk_cuda_calls) + sizeof(rk_ops))
-
 struct rk_cuda {
     const rk_cuda_calls *calls;
     int ordinal;
+    int capability; /* such as 90 for 9.0 */
 };
 
 /* Open the shared object at `path` (it stays open) and GPU `ordinal`. */

@@ -16,7 +16,7 @@ rk_status rk_cuda_open(rk_cuda **out, const char *path, int ordinal,
                        dlerror());
     }
     const rk_cuda_calls *calls = dlsym(library, "rk_cuda_library");
-    if (calls == NULL || calls->table_bytes != RK_CUDA_TABLE_BYTES) {
+    if (calls == NULL || calls->abi != RK_ABI) {
         return rk_fail(
             err, RK_ESTATE,
             "device \"cuda\": %s belongs to another version of rksc; "

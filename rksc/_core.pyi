@@ -6,7 +6,7 @@ sequence of ints or integer array; ids are checked against the vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,8 @@ class DeviceArray:
         """BufferError: a copy, another device, or a stream that is none (0, below -1)."""
     def __dlpack_device__(self) -> tuple[int, int]:
         """(2, n): CUDA, the GPU's number."""
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn:
+        """TypeError: the memory is the GPU's."""
 
 class Branch:
     """One continuation: tokens over KV blocks that it may share with others.
@@ -177,7 +179,8 @@ class Session:
     @property
     def activations(self) -> Literal["int8"] | None: ...
     @property
-    def isa(self) -> str: ...
+    def isa(self) -> str:
+        """The instruction set in use: one of `rksc._core.isas`, or, on a GPU, such as "sm_90"."""
     @property
     def n_threads(self) -> int: ...
     @property

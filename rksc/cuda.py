@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import sysconfig
 from pathlib import Path
 
 LIBRARIES = ("libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13")
@@ -19,15 +20,15 @@ def library() -> str:
     given = os.environ.get("RKSC_CUDA_LIBRARY")
     if given:
         return given
-    found = sorted(Path(__file__).parent.glob("_cuda*.so"))
-    if not found:
+    found = Path(__file__).with_name(f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if not found.is_file():
         raise RuntimeError(
             'device "cuda": this installation of rksc was built without CUDA; build it again with '
             "RKSC_CUDA=on, which says what is missing (docs/cuda.md)"
         )
     for name in LIBRARIES:
         _preload(name)
-    return str(found[0])
+    return str(found)
 
 
 def _preload(name: str) -> None:

@@ -123,9 +123,10 @@ class BranchSession(_core.Session):
 
     def __repr__(self) -> str:
         c, s = self.config, self.stats()
+        threads = f", {self.n_threads} threads" if self.device == "cpu" else ""
         return (
             f"<rksc.BranchSession {c.architecture}, {c.n_layers} layers of width {c.width}, "
-            f"{self.dtype} on {self.isa}, {self.n_threads} threads, {s.branches} branches, "
+            f"{self.dtype} on {self.device} ({self.isa}){threads}, {s.branches} branches, "
             f"{s.blocks_used} of {s.blocks_total} KV blocks in use>"
         )
 

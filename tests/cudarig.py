@@ -27,7 +27,7 @@ class Calls(c.Structure):
     """rk_cuda_calls"""
 
     _fields_ = [
-        ("table_bytes", c.c_size_t),
+        ("abi", c.c_uint64),
         ("open", c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_int, c.c_void_p)),
         ("close", c.CFUNCTYPE(None, c.c_void_p)),
         ("stream", c.CFUNCTYPE(c.c_size_t, c.c_void_p)),
@@ -37,14 +37,22 @@ class Calls(c.Structure):
     ]
 
 
-@cache
-def library() -> tuple[c.CDLL, Calls, c.c_void_p]:
-    """The backend, what it exports, and GPU 0."""
-    loaded = c.CDLL(str(cuda_host.build()))
+Library = tuple[c.CDLL, Calls, c.c_void_p]
+
+
+def opened(path: str, ordinal: int = 0) -> Library:
+    """The backend at `path`, what it exports, and a GPU."""
+    loaded = c.CDLL(path)
     calls = Calls.in_dll(loaded, "rk_cuda_library")
     gpu, error = c.c_void_p(), native.Error()
-    assert calls.open(c.byref(gpu), 0, c.byref(error)) == RK_OK, error.text
+    assert calls.open(c.byref(gpu), ordinal, c.byref(error)) == RK_OK, error.text
     return loaded, calls, gpu
+
+
+@cache
+def library() -> Library:
+    """The one on the host runtime."""
+    return opened(str(cuda_host.build()))
 
 
 def set_order(order: str, seed: int = 0) -> None:
@@ -75,9 +83,9 @@ class Output:
 class CudaRig(native.Device):
     """A device of one shape and type, made by the CUDA backend."""
 
-    def __init__(self, shape: Shape, compute: int) -> None:
+    def __init__(self, shape: Shape, compute: int, where: Library | None = None) -> None:
         config, extent, freq = describe(shape, compute)
-        _, calls, gpu = library()
+        _, calls, gpu = where or library()
         self._memory, error = c.c_void_p(), native.Error()
         status = calls.create(
             c.byref(self._memory), gpu, c.byref(config), c.byref(extent), c.byref(error)

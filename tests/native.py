@@ -13,6 +13,7 @@ import ctypes as c
 import hashlib
 import os
 import platform
+import runpy
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -30,6 +31,7 @@ BUILD = ROOT / "build" / "native"
 FLAGS = [
     *("-std=c11", "-O3", "-g", "-fPIC", "-pthread", "-fvisibility=default"),
     *("-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-D_GNU_SOURCE"),
+    runpy.run_path(str(SOURCE / "abi.py"))["flag"](SOURCE),
 ]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 ISA_FLAGS = {

@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes as c
 import gc
 import re
+import runpy
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import native
 import numpy as np
 import producer as p
 import pytest
@@ -75,7 +79,9 @@ def test_every_architecture_computes_what_the_cpu_computes(model: Small) -> None
         found.append((root.logits, kid.logits, kid.hidden))
     for ours, reference in zip(found[1], found[0], strict=True):
         assert near(ours, reference, 2e-5)
-    assert gpu.device == "cuda:0"
+    assert (gpu.device, gpu.isa, cpu.isa) == ("cuda:0", "sm_80", rksc._core.isas[-1])
+    assert "float32 on cuda:0 (sm_80), 0 " not in repr(gpu)
+    assert "float32 on cuda:0 (sm_80), 2 branches" in repr(gpu)
     assert_books(gpu)
 
 
@@ -332,7 +338,36 @@ def test_a_library_that_is_not_there_or_not_ours(
         open_session(T4, device="cuda")
     monkeypatch.delenv("RKSC_CUDA_LIBRARY")
     monkeypatch.setattr("rksc.cuda.Path", lambda _: tmp_path / "cuda.py")
+    (tmp_path / "_cuda.cpython-310-of-another.so").touch()  # sorts before any
     with pytest.raises(RuntimeError, match="built without CUDA"):
+        open_session(T4, device="cuda")
+    (tmp_path / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
+    with pytest.raises(RuntimeError, match=r"file too short.*rksc\[cuda\]"):
+        open_session(T4, device="cuda")
+
+
+def test_a_library_of_other_headers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sizes say little: a field that fills a gap changes none. The headers' text says it."""
+    abi = runpy.run_path(str(native.SOURCE / "abi.py"))
+    assert {"backend.h", "rksc.h"} <= {path.name for path in abi["headers"](native.SOURCE)}
+    for path in abi["headers"](native.SOURCE):
+        shutil.copy(path, tmp_path)
+    assert abi["flag"](tmp_path) == abi["flag"](native.SOURCE)
+    header = tmp_path / "rksc.h"
+    header.write_text(
+        header.read_text("utf-8").replace("bool rope_interleaved;", "bool rope_interleaved, odd;")
+    )
+    source, target = tmp_path / "library.c", tmp_path / "library.so"
+    source.write_text(
+        '#include "backend.h"\n__attribute__((visibility("default")))\n'
+        "const rk_cuda_calls rk_cuda_library = {.abi = RK_ABI};\n"
+    )
+    flags = ["-shared", "-fPIC", f"-I{tmp_path}", abi["flag"](tmp_path)]
+    subprocess.run(["cc", *flags, str(source), "-o", str(target)], check=True)
+    monkeypatch.setenv("RKSC_CUDA_LIBRARY", str(target))
+    with pytest.raises(RuntimeError, match=r"library\.so belongs to another version"):
         open_session(T4, device="cuda")
 
 

@@ -25,7 +25,7 @@ typedef struct cuda_context {
     rk_cuda base;
     cudaStream_t stream;
     cuda_pool *pool;
-    int n_processors, major, minor;
+    int n_processors;
 } cuda_context;
 
 /* Make the GPU current and forget errors that others have left; the GPU that
@@ -37,6 +37,9 @@ void cuda_leave(int before);
 /* Status and text of a CUDA error; the failing call by name. */
 rk_status cuda_error(cudaError_t code, const char *call, rk_error *err);
 rk_status cublas_error(cublasStatus_t code, const char *call, rk_error *err);
+
+/* RK_ENOMEM: `what` wanted so many bytes; and how many are free. */
+rk_status cuda_no_room(const char *what, size_t bytes, rk_error *err);
 
 /* ---- memory (pool.c) -------------------------------------------------------
  */

@@ -44,6 +44,16 @@ rk_status cublas_error(cublasStatus_t code, const char *call, rk_error *err)
                          "%s: %s", call, cublasGetStatusString(code));
 }
 
+rk_status cuda_no_room(const char *what, size_t bytes, rk_error *err)
+{
+    size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    return rk_fail(err, RK_ENOMEM,
+                   "%s: the GPU has no memory for %zu bytes, %zu of %zu are "
+                   "free",
+                   what, bytes, free, total);
+}
+
 void cuda_note(cuda_device *dev, cudaError_t code, const char *call)
 {
     if (code != cudaSuccess && dev->error.status == RK_OK) {
@@ -102,12 +112,13 @@ static rk_status count_gpus(int ordinal, rk_error *err)
 
 static rk_status look_at_gpu(cuda_context *c, rk_error *err)
 {
+    int major = 0, minor = 0;
     const struct {
         enum cudaDeviceAttr what;
         int *value;
     } wanted[] = {
-        {cudaDevAttrComputeCapabilityMajor, &c->major},
-        {cudaDevAttrComputeCapabilityMinor, &c->minor},
+        {cudaDevAttrComputeCapabilityMajor, &major},
+        {cudaDevAttrComputeCapabilityMinor, &minor},
         {cudaDevAttrMultiProcessorCount, &c->n_processors},
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
@@ -117,12 +128,13 @@ static rk_status look_at_gpu(cuda_context *c, rk_error *err)
             return cuda_error(code, "cudaDeviceGetAttribute", err);
         }
     }
-    if (c->major < 8) {
+    c->base.capability = 10 * major + minor;
+    if (major < 8) {
         return rk_fail(
             err, RK_ESTATE,
             "device \"cuda:%d\": compute capability %d.%d; rksc needs "
             "8.0 or newer (bfloat16, asynchronous copies)",
-            c->base.ordinal, c->major, c->minor);
+            c->base.ordinal, major, minor);
     }
     return RK_OK;
 }
@@ -155,7 +167,7 @@ static rk_status context_open(rk_cuda **out, int ordinal, rk_error *err)
     if (c == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a device");
     }
-    c->base = (rk_cuda){&rk_cuda_library, ordinal};
+    c->base = (rk_cuda){.calls = &rk_cuda_library, .ordinal = ordinal};
     status = look_at_gpu(c, err);
     if (status == RK_OK) {
         int before = cuda_enter(c);
@@ -395,20 +407,14 @@ static const rk_ops cuda_ops = {
 /* The blocks of the pool: the one large piece. */
 static rk_status make_kv(cuda_device *dev, rk_error *err)
 {
-    size_t bytes = 0;
+    size_t bytes = SIZE_MAX;
     if (!__builtin_mul_overflow((size_t)dev->block_bytes,
                                 (size_t)dev->extent.n_blocks, &bytes) &&
         cuda_pool_take(dev->context->pool, (void **)&dev->kv, bytes) ==
             cudaSuccess) {
         return RK_OK;
     }
-    size_t free = 0, total = 0;
-    cudaMemGetInfo(&free, &total);
-    return rk_fail(err, RK_ENOMEM,
-                   "kv_bytes: %lld blocks of %lld bytes do not fit; %zu of the "
-                   "GPU's %zu bytes are free",
-                   (long long)dev->extent.n_blocks, (long long)dev->block_bytes,
-                   free, total);
+    return cuda_no_room("kv_bytes", bytes, err);
 }
 
 static int32_t max_partials(const cuda_device *dev)
@@ -443,10 +449,7 @@ static rk_status make_scratch(cuda_device *dev, rk_error *err)
         cudaError_t code = cuda_pool_take(dev->context->pool, pieces[i].address,
                                           pieces[i].bytes);
         if (code == cudaErrorMemoryAllocation) {
-            return rk_fail(err, RK_ENOMEM,
-                           "the GPU has no memory for a step of %d rows: "
-                           "cudaMalloc of %zu bytes",
-                           (int)dev->extent.max_rows, pieces[i].bytes);
+            return cuda_no_room("step_tokens", pieces[i].bytes, err);
         }
         if (code != cudaSuccess) {
             return cuda_error(code, "cudaMalloc", err);
@@ -537,7 +540,7 @@ static rk_status device_create(rk_device **out, rk_cuda *cuda,
 }
 
 __attribute__((visibility("default"))) const rk_cuda_calls rk_cuda_library = {
-    .table_bytes = RK_CUDA_TABLE_BYTES,
+    .abi = RK_ABI,
     .open = context_open,
     .close = context_close,
     .stream = context_stream,

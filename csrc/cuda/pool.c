@@ -243,11 +243,9 @@ rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, const void *src,
     lent->base = (rk_lent){NULL, pool->ordinal, lent_await, lent_release};
     lent->pool = pool;
     cudaError_t code = cuda_pool_take(pool, &lent->base.data, bytes);
-    rk_status status =
-        code == cudaErrorMemoryAllocation
-            ? rk_fail(err, RK_ENOMEM,
-                      "the GPU has no memory for a result of %zu bytes", bytes)
-            : cuda_error(code, "cudaMalloc", err);
+    rk_status status = code == cudaErrorMemoryAllocation
+                           ? cuda_no_room("a result", bytes, err)
+                           : cuda_error(code, "cudaMalloc", err);
     if (status == RK_OK) {
         status = fill(lent, src, bytes, stream, err);
     }

@@ -57,6 +57,7 @@ static int hand_over(const array_object *self, PyObject *stream)
     rk_error err = {0};
     rk_status status;
     long long number = 1;
+    int beyond;
 
     if (stream != Py_None) {
         if (!PyLong_Check(stream)) {
@@ -65,11 +66,11 @@ static int hand_over(const array_object *self, PyObject *stream)
                          Py_TYPE(stream)->tp_name);
             return -1;
         }
-        number = PyLong_AsLongLong(stream);
-        if (number == -1) {
-            return PyErr_Occurred() ? -1 : 0;
+        number = PyLong_AsLongLongAndOverflow(stream, &beyond);
+        if (number == -1 && beyond == 0) {
+            return 0;
         }
-        if (number <= 0) {
+        if (number <= 0 || beyond != 0) {
             PyErr_Format(PyExc_BufferError,
                          "__dlpack__: stream %R: 1 is the default stream, 2 "
                          "that of the thread, larger ones addresses",
@@ -109,8 +110,8 @@ static PyObject *array_lend(array_object *self, PyObject *args,
         return NULL;
     }
     if (request.copy ||
-        (request.device >= 0 && (request.device != kDLCUDA ||
-                                 request.ordinal != self->lent->ordinal))) {
+        (request.placed && (request.device != kDLCUDA ||
+                            request.ordinal != self->lent->ordinal))) {
         PyErr_Format(PyExc_BufferError,
                      "__dlpack__: a DeviceArray is exported where it lies, "
                      "dl_device (2, %d), without a copy; branch.logits and "
@@ -128,6 +129,16 @@ static PyObject *array_lend_device(array_object *self,
                                    PyObject *Py_UNUSED(unused))
 {
     return Py_BuildValue("(ii)", (int)kDLCUDA, self->lent->ordinal);
+}
+
+/* NumPy would make an array of one object of it. */
+static PyObject *array_refuse(array_object *self, PyObject *Py_UNUSED(args),
+                              PyObject *Py_UNUSED(kwargs))
+{
+    return PyErr_Format(PyExc_TypeError,
+                        "a DeviceArray on cuda:%d cannot become a NumPy array; "
+                        "branch.logits and branch.hidden are",
+                        self->lent->ordinal);
 }
 
 static PyObject *get_shape(array_object *self, void *Py_UNUSED(closure))
@@ -169,6 +180,10 @@ static PyMethodDef METHODS[] = {
      "the numbers are there."},
     {"__dlpack_device__", (PyCFunction)array_lend_device, METH_NOARGS,
      "__dlpack_device__($self, /)\n--\n\n(2, n): CUDA, the GPU's number."},
+    {"__array__", (PyCFunction)(void (*)(void))array_refuse,
+     METH_VARARGS | METH_KEYWORDS,
+     "__array__($self, /, dtype=None, copy=None)\n--\n\n"
+     "TypeError: the memory is the GPU's."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -177,23 +177,25 @@ int rk_lend_read(rk_lend_request *out, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"stream", "max_version", "dl_device", "copy",
                                NULL};
     PyObject *version = Py_None, *device = Py_None, *copy = Py_None;
-    int versioned;
+    int versioned, copied;
 
-    *out = (rk_lend_request){.stream = Py_None, .device = -1};
+    *out = (rk_lend_request){.stream = Py_None};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__",
                                      keywords, &out->stream, &version, &device,
                                      &copy)) {
         return -1;
     }
     versioned = wants_versioned(version);
-    if (versioned < 0) {
+    copied = PyObject_IsTrue(copy); /* None and False: no */
+    if (versioned < 0 || copied < 0) {
         return -1;
     }
     out->versioned = versioned;
-    out->copy = copy == Py_True;
+    out->copy = copied;
     if (device == Py_None) {
         return 0;
     }
+    out->placed = true;
     if (!PyTuple_Check(device)) {
         PyErr_SetString(PyExc_TypeError,
                         "__dlpack__: dl_device must be a tuple or None");
@@ -269,8 +271,7 @@ PyObject *rk_tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
                         "be None");
         return NULL;
     }
-    if (request.device >= 0 &&
-        (request.device != kDLCPU || request.ordinal != 0)) {
+    if (request.placed && (request.device != kDLCPU || request.ordinal != 0)) {
         PyErr_SetString(PyExc_BufferError,
                         "__dlpack__: a Tensor can only be exported to the CPU, "
                         "dl_device (1, 0)");

@@ -13,7 +13,8 @@ typedef struct rk_lend_request {
     PyObject *stream; /* borrowed; None where it was not given */
     bool versioned;   /* the consumer knows DLPack 1.0 */
     bool copy;
-    int device, ordinal; /* dl_device; -1: where the memory is */
+    bool placed; /* dl_device was given: */
+    int device, ordinal;
 } rk_lend_request;
 
 /* 0, or -1 with TypeError. */

@@ -446,7 +446,9 @@ static PyObject *get_dtype(session_object *self, void *Py_UNUSED(closure))
 
 static PyObject *get_isa(session_object *self, void *Py_UNUSED(closure))
 {
-    return PyUnicode_FromString(rk_isa_name(self->isa));
+    return self->cuda != NULL
+               ? PyUnicode_FromFormat("sm_%d", self->cuda->capability)
+               : PyUnicode_FromString(rk_isa_name(self->isa));
 }
 
 static PyObject *get_activations(session_object *self, void *Py_UNUSED(closure))
@@ -475,7 +477,8 @@ static PyGetSetDef ATTRIBUTES[] = {
     {"activations", (getter)get_activations, NULL,
      "\"int8\": rounded where they meet weights of block types; or None.",
      NULL},
-    {"isa", (getter)get_isa, NULL, "The instruction set in use.", NULL},
+    {"isa", (getter)get_isa, NULL,
+     "The instruction set in use; on a GPU \"sm_90\" or such.", NULL},
     {"copied_bytes", (getter)get_copied_bytes, NULL,
      "Bytes of weights that could not be used in place and were converted.",
      NULL},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "native"
+ABI = runpy.run_path(str(ROOT / "csrc" / "abi.py"))["flag"]
 
 COMMON = ["-O2", "-g", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 COMMON += ["-Wall", "-Wextra", "-Werror"]
@@ -54,7 +56,8 @@ def _included(source: Path, folders: list[Path], found: dict[Path, bytes]) -> No
 def _compile(source: Path, root: Path) -> Path:
     plain = source.suffix == ".c"
     compiler = shlex.split(os.environ.get(*(("CC", "cc") if plain else ("CXX", "c++"))))
-    flags = [*(C if plain else CXX), *shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))]
+    abi = [ABI(root / "csrc")] if plain else []
+    flags = [*(C if plain else CXX), *abi, *shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))]
     folders = [HERE / "include", HERE, root / "csrc", root / "csrc" / "cuda"]
     command = [*compiler, *flags, *(f"-I{folder}" for folder in folders)]
     headers: dict[Path, bytes] = {}
