@@ -1,22 +1,24 @@
 """The first run on a real GPU, in two halves that can run apart; no network is needed.
 
-    python benchmarks/gpu_check.py correct [--json FILE]    # builds, tests, compares: 5 minutes
-    python benchmarks/gpu_check.py speed [--json FILE]      # measures: 5 minutes
+    python benchmarks/gpu_check.py correct speed [--budget SECONDS] [--json FILE]
 
-correct  builds rksc for this GPU alone (RKSC_CUDA_ARCHS), runs small sessions, plainly and under
-         compute-sanitizer where it is installed, and the tests of sessions with --device cuda;
-         compares logits with transformers on the same GPU; times ASKS, CGEE, RSBCM.
-speed    W1 and W2 on random models of 1B and 7B shape in bfloat16, attention as a fraction of
-         measured bandwidth and matrix rate, launch gaps; then transformers with a shared cache.
+correct  builds rksc for this GPU alone (RKSC_CUDA_ARCHS), runs small sessions beside the CPU's,
+         plainly and under compute-sanitizer where it is installed, and the tests of sessions with
+         --device cuda; compares logits with transformers on the same GPU; times ASKS, CGEE, RSBCM.
+speed    rates of the machine; attention alone as a fraction of them; decode steps, and how much of
+         one no kernel runs; W1 and W2 on random models of 1B and 7B shape in bfloat16, and
+         transformers with a shared cache.
 
 Each part is a process of its own with a time limit, so none takes another along; any can be named
-alone ("steps:7B"). Results are printed and written as one JSON, to which later parts add; what a
+alone ("steps:7B"). All parts of one JSON have --budget seconds together, also those of an earlier
+call: the most telling come first, one gets at most what is left, and "not_run" names those for
+which nothing was. Results are printed and written as one JSON, to which later parts add; what a
 part prints, a traceback or the tests' output, is in the .log beside it. Both lie in $OUT where that
 is set, else in build/.
 
 Needs nvcc, torch with CUDA, setuptools, pytest and hypothesis; transformers where it is installed.
 dlpack.h is torch's where neither apache-tvm-ffi nor RKSC_DLPACK_INCLUDE brings it. --device cpu
---models tiny tries the script itself, without a GPU.
+--models tiny tries the script itself, without a GPU: attention is the host runtime's then.
 """
 
 from __future__ import annotations
@@ -170,19 +172,26 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def small(options: argparse.Namespace) -> dict[str, Any]:
-    """A prefill, a fork and a replayed generation with each kind of head; weights from the host."""
+    """A prefill, forks and a replayed generation with each kind of head; weights from the host.
+
+    By head: the largest difference from the CPU's logits, as a fraction of the largest of those.
+    """
     import numpy as np
 
-    found = {}
+    found: dict[str, Any] = {"sound": True}
     host = argparse.Namespace(**{**vars(options), "device": "cpu"})
     for head in (64, 128, 20):  # 20: the plain kernel
         config = {**MODELS["tiny"], "head_dim": head}
-        session = session_of(config, random_weights(config, host), options, kv_bytes="64MiB")
-        kids = session.prefill(list(range(300))).fork([[i] for i in range(8)])
-        session.generate(kids, 5, stop_ids=())
-        found[f"head {head}"] = bool(all(np.isfinite(kid.logits).all() for kid in kids))
-    if not all(found.values()):
-        raise ArithmeticError(f"logits that are not finite: {found}")
+        weights, rows = random_weights(config, host), []
+        for where in (options, host):
+            session = session_of(config, weights, where, kv_bytes="64MiB")
+            kids = session.prefill(list(range(300))).fork([[i] for i in range(8)])
+            rows.append(np.stack([kid.logits for kid in kids]))
+            session.generate(kids, 5, stop_ids=())
+            found["sound"] &= bool(all(np.isfinite(kid.logits).all() for kid in kids))
+        off = float(np.abs(rows[0] - rows[1]).max() / np.abs(rows[1]).max())
+        found[f"head {head}"] = off
+        found["sound"] &= off <= 0.05
     return found
 
 
@@ -203,7 +212,7 @@ def memcheck(options: argparse.Namespace) -> dict[str, Any]:
 def tests(options: argparse.Namespace) -> dict[str, Any]:
     """The tests of sessions on the device: the closing line and what failed."""
     device = "cpu" if options.device == "cpu" else "cuda"
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--maxfail=20",
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short",
                "--device", device, "-m", "not oracle and not slow", "-p", "no:cacheprovider",
                "tests/test_session.py", "tests/test_mechanisms.py",
                "tests/test_identities.py"]  # fmt: skip
@@ -277,16 +286,17 @@ def logits(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def mechanisms(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a similar prefill (ASKS), a verification with shortcuts and without (CGEE), a
-    generation after an eviction (RSBCM)."""
+def mechanisms(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a similar prefill (ASKS), and of a verification with shortcuts and without
+    (CGEE); and RSBCM."""
     from rksc import ASKS, CGEE
     from rksc.bench import Shape, workload
 
     config = MODELS[name]
     tiny = options.device == "cpu"
     work = workload(config["vocab_size"], Shape(prefix=64, branches=4) if tiny else Shape())
-    session = session_of(config, random_weights(config, options), options)
+    weights = random_weights(config, options)
+    session = session_of(config, weights, options)
     session.asks = ASKS.paper()
     root = session.prefill(work.prefix)
     other = [*work.prefix[:-2], *work.prefix[-1:], *work.prefix[-2:-1]]
@@ -296,16 +306,45 @@ def mechanisms(name: str, options: argparse.Namespace) -> dict[str, float]:
     def verify(cgee: CGEE | None) -> Any:
         return session.verify(kids, work.question, work.yes, work.no, cgee=cgee)
 
-    def again() -> Any:
-        session.invalidate()  # all KV goes, as after an eviction of everything
-        return session.compute(kids)
-
     return {
         "asks": timed(options, lambda: session.prefill(other, similar_to=root, suffix=[1, 2])),
         "verify_all": timed(options, lambda: verify(None)),
         "verify_cgee": timed(options, lambda: verify(CGEE())),
-        "recompute": timed(options, again),
+        "rsbcm": evictions(config, weights, options),
     }
+
+
+def evictions(
+    config: dict[str, Any], weights: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """RSBCM: eight branches with scores go on in turn, with all the KV that they need and with
+    half of what they need for themselves; blocks go by omega, and what is missed is recomputed."""
+    from rksc.bench import Shape, workload
+    from rksc.config import ModelConfig
+
+    parsed = ModelConfig.of({**COMMON, **config})
+    tiny = options.device == "cpu"
+    shape = Shape(prefix=64, suffix=32) if tiny else Shape(suffix=256)
+    work = workload(config["vocab_size"], shape)
+    token = 4 * parsed.n_layers * parsed.n_kv_heads * parsed.head_dim  # bf16, K and V
+    own = shape.branches * (shape.suffix + 8 + 16)  # generated, the rest of a block
+    found: dict[str, Any] = {}
+    for what, tokens in (("all", shape.prefix + own), ("half", shape.prefix + own // 2)):
+        session = session_of(config, weights, options, kv_bytes=token * (tokens + 16))
+        kids = session.prefill(work.prefix).fork(list(work.suffixes))
+        for i, kid in enumerate(kids):
+            kid.score = i / len(kids)
+
+        def once(session: Any = session, kids: Any = kids) -> None:
+            for kid in kids:
+                session.generate(kid, 1, stop_ids=())
+
+        seconds, stats = timed(options, once, 2), session.stats()
+        found[what] = {
+            "seconds": seconds, "evictions": stats.evictions,
+            "tokens_recomputed": stats.tokens_recomputed,
+        }  # fmt: skip
+    return {**found, "sound": found["half"]["evictions"] > found["all"]["evictions"]}
 
 
 # ---- speed ---------------------------------------------------------------------------------------
@@ -329,6 +368,120 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_second": max(2 * a.nbytes / copy, a.nbytes / read),
         "flop_per_second": 2 * 8192**3 / product,
     }  # fmt: skip
+
+
+def attention(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Attention alone, a layer at a time: its bytes and operations over its seconds, and as
+    fractions of the measured rates.
+
+    Bytes are those of keys and values that some row uses, once, and of queries and results. The
+    layers are more than a cache holds. Batches of decoding are recorded, so all of their layers
+    are one graph: gaps between its kernels count, the host's work does not.
+    """
+    import cudarig
+    import numpy as np
+    from native import RK_BF16
+    from oprig import Plan, Row, Shape
+
+    from rksc.cuda import library
+
+    tiny, config = options.device == "cpu", MODELS[name]
+    heads, groups, dim = (
+        config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    trunk, own, prompt, layers, repeat = (64, 16, 80, 2, 2) if tiny else (4096, 32, 2048, 16, 64)
+    batches = {"prefill": [Row(list(range(prompt // 16)), p, write=False) for p in range(prompt)]}
+    for n in (1, 8, 32):
+        stem, step = list(range(trunk // 16)), own // 16
+        ends = [[trunk // 16 + step * i + j for j in range(step)] for i in range(n)]
+        batches[f"decode {n}"] = [Row(stem + e, trunk + own - 1, write=False) for e in ends]
+    shape = Shape(
+        n_layers=layers, n_heads=heads, n_kv_heads=groups, head_dim=dim, max_rows=prompt,
+        n_blocks=max(prompt, trunk + 32 * own) // 16,
+    )  # fmt: skip
+    where = None if tiny else cudarig.opened(library(), int(options.device[5:] or 0))
+    measured, found = written(options).get("machine", {}), {}
+    with cudarig.CudaRig(shape, RK_BF16, where) as rig:
+        for block in range(shape.n_blocks):
+            rig.kv_fill(block, 0x3C + block % 4)
+        size = prompt * heads * dim
+        query = rig.send(np.full(size, 0x3C3C, np.uint16))
+        out = rig.send(np.zeros(size, np.uint16))
+        for what, rows in batches.items():
+            plan = Plan(rows, shape.block_tokens)
+            plan.batch.roomy = len(rows) <= 64
+
+            def once(n: int, plan: Any = plan) -> None:
+                rig.start(plan)
+                for i in range(n):
+                    rig.attention(out, query, i % layers)
+                rig.fetch(out, np.empty(8, np.uint16))
+
+            more, one = (timed(options, lambda n=n: once(n), 5) for n in (repeat + 1, 1))
+            seconds = (more - one) / repeat
+            keys = {(row.table[p // 16], p % 16) for row in rows for p in range(row.position + 1)}
+            moved = 4 * len(keys) * groups * dim + 4 * len(rows) * heads * dim
+            done = 4 * sum(row.position + 1 for row in rows) * heads * dim
+            found[what] = rates(seconds, moved, done, measured)
+    return found
+
+
+def rates(seconds: float, moved: int, done: int, measured: dict[str, Any]) -> dict[str, float]:
+    """Bytes and operations over seconds, and as fractions of what was measured."""
+    bandwidth, rate = moved / seconds, done / seconds
+    return {
+        "seconds": seconds, "bytes_per_second": bandwidth, "flop_per_second": rate,
+        "bandwidth_fraction": bandwidth / measured.get("bytes_per_second", math.nan),
+        "matrix_rate_fraction": rate / measured.get("flop_per_second", math.nan),
+    }  # fmt: skip
+
+
+def gaps(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps of 8 branches: the time in which some kernel runs, by torch's profiler, beside
+    the time that steps take without it; and the kernels that take most."""
+    from rksc.bench import Shape, workload
+
+    torch, config = torch_of(options), MODELS[name]
+    tiny = options.device == "cpu"
+    new = 4 if tiny else 32
+    session = session_of(config, random_weights(config, options), options)
+    work = workload(config["vocab_size"], Shape(prefix=64 if tiny else 2048))
+    root = session.prefill(work.prefix)
+
+    def decode() -> None:
+        session.generate(root.fork([[i] for i in range(8)]), new, stop_ids=())
+
+    wall = timed(options, decode)
+    with torch.profiler.profile(
+        activities=[getattr(torch.profiler.ProfilerActivity, "CPU" if tiny else "CUDA")]
+    ) as profile:
+        decode()
+    kernels = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    if not kernels:
+        return {"wall_seconds_per_step": wall / new, "skipped": "the profiler saw no kernel"}
+    return {"wall_seconds_per_step": wall / new, **busy(kernels, wall, new)}
+
+
+def busy(kernels: list[tuple[str, float, float]], wall: float, steps: int) -> dict[str, Any]:
+    """Of kernels (name, begin, end in microseconds): time in which some runs, by step, the share
+    of `wall` seconds that is left, and microseconds a step by name, the largest first."""
+    some, until = 0.0, -math.inf
+    by_name: dict[str, float] = {}
+    for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        some += max(end - max(begin, until), 0.0)
+        until = max(until, end)
+        by_name[name] = by_name.get(name, 0.0) + (end - begin) / steps
+    largest = sorted(by_name.items(), key=lambda item: -item[1])[:16]
+    return {
+        "kernels_per_step": len(kernels) / steps,
+        "kernel_seconds_per_step": some / 1e6 / steps,
+        "idle_fraction": 1 - some / 1e6 / wall,
+        "microseconds_per_step": dict(largest),
+    }
 
 
 def shapes(options: argparse.Namespace) -> dict[str, Any]:
@@ -476,16 +629,22 @@ def steps(name: str, options: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
     "build": (200, build),
     "small": (60, small),
-    "memcheck": (60, memcheck),
-    "tests": (150, tests),
-    "logits": (90, logits),
-    "mechanisms": (60, mechanisms),
     "machine": (60, machine),
-    "rksc": (90, branching),
-    "steps": (90, steps),
-    "transformers": (90, transformers_branching),
+    "logits": (60, logits),
+    "attention": (60, attention),
+    "steps": (60, steps),
+    "gaps": (60, gaps),
+    "rksc": (60, branching),
+    "mechanisms": (60, mechanisms),
+    "transformers": (60, transformers_branching),
+    "tests": (120, tests),
+    "memcheck": (60, memcheck),
 }
-"""Seconds that a part may take, and what it does: of one model where "logits:7B" names it."""
+"""In the order in which they run: seconds that a part may take, and what it does: of one model
+where "logits:7B" names it."""
+
+LEAST = 5
+"""Seconds with which it makes no sense to begin."""
 
 
 def written(options: argparse.Namespace) -> dict[str, Any]:
@@ -504,16 +663,24 @@ def chosen(options: argparse.Namespace) -> list[str]:
         ],
         "speed": [
             "machine",
-            *(f"{part}:{m}" for m in options.models for part in ("rksc", "steps")),
-            *(f"transformers:{m}" for m in options.models),
+            *(
+                f"{part}:{m}" for part in ("attention", "steps", "gaps", "rksc", "transformers")
+                for m in options.models
+            ),
         ],
     }  # fmt: skip
-    return [part for name in options.parts for part in halves.get(name, [name])]
+    named = [part for name in options.parts for part in halves.get(name, [name])]
+    order = list(PARTS)
+    return sorted(named, key=lambda name: order.index(name.partition(":")[0]))
 
 
-def apart(name: str, options: argparse.Namespace) -> Any:
+def left(budget: float, seconds: dict[str, float], names: list[str]) -> float:
+    """What of the budget earlier parts have left; those that will run again do not count."""
+    return budget - sum(took for name, took in seconds.items() if name not in names)
+
+
+def apart(name: str, options: argparse.Namespace, limit: float) -> Any:
     """What one part found, in a process of its own; a failure is a result too."""
-    limit = PARTS[name.partition(":")[0]][0]
     result, log = options.json.with_suffix(".part"), options.json.with_suffix(".log")
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, name, "--device", options.device,
@@ -529,7 +696,7 @@ def apart(name: str, options: argparse.Namespace) -> Any:
         try:
             reason = f"exit status {running.wait(limit)}"
         except subprocess.TimeoutExpired:
-            reason = f"not done after {limit} s"
+            reason = f"not done after {limit:.0f} s"
         finally:
             if running.poll() is None:
                 os.killpg(running.pid, signal.SIGKILL)  # and what it has started
@@ -543,8 +710,34 @@ def apart(name: str, options: argparse.Namespace) -> Any:
         return {"error": reason, "output": text.read().decode(errors="replace")[-2000:]}
 
 
-def is_bad(found: Any) -> bool:
-    return "error" in found or found.get("returncode", 0) != 0 or not found.get("sound", True)
+def is_bad(found: dict[str, Any]) -> bool:
+    """A part that failed, or one within it that is not sound."""
+    inner = any(is_bad(part) for part in found.values() if isinstance(part, dict))
+    failed = "error" in found or found.get("returncode", 0) != 0
+    return inner or failed or not found.get("sound", True)
+
+
+def run(options: argparse.Namespace, names: list[str]) -> int:
+    """The parts, one after the other, into the JSON; 1 where one is bad."""
+    results = written(options)
+    seconds = results.setdefault("seconds", {})
+    budget = left(options.budget, seconds, names)
+    results["not_run"] = []
+    for name in names:
+        start = time.perf_counter()
+        limit = min(PARTS[name.partition(":")[0]][0], budget)
+        results.pop(name, None)
+        if limit < LEAST:
+            results["not_run"].append(name)
+        else:
+            found = results[name] = apart(name, options, limit)
+            print(f"{name}: {json.dumps(found)}", flush=True)
+            seconds[name] = time.perf_counter() - start
+            budget -= seconds[name]
+        options.json.write_text(json.dumps(results, indent=1), "utf-8")
+    if results["not_run"]:
+        print(f"no time was left for: {', '.join(results['not_run'])}", flush=True)
+    return int(any(is_bad(results[name]) for name in names if name in results))
 
 
 def main() -> int:
@@ -553,29 +746,27 @@ def main() -> int:
     parser.add_argument(
         "parts", nargs="+", metavar="PART", help=f"correct, speed, or one of {', '.join(PARTS)}"
     )
+    parser.add_argument(
+        "--budget", type=float, default=450.0, metavar="SECONDS",
+        help="of all parts of the JSON together (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, default=folder / "gpu_check.json")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the script")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["1B", "7B"])
     parser.add_argument("--no-build", action="store_true", help="rksc is built already")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # one part, in this process
     options = parser.parse_args()
-    names = chosen(options)
-    if not all(name.partition(":")[0] in PARTS for name in names):
+    known = {"correct", "speed", *PARTS}
+    if not all(name.partition(":")[0] in known for name in options.parts):
         parser.error(f"PART is correct, speed, or one of {', '.join(PARTS)}")
+    names = chosen(options)
     if options.result:
         part, *model = names[0].split(":")
         found = PARTS[part][1](*model, options)
         options.result.write_text(json.dumps(found), "utf-8")
         return 0
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    results = written(options)
-    for name in names:
-        start = time.perf_counter()
-        found = results[name] = apart(name, options)
-        results.setdefault("seconds", {})[name] = time.perf_counter() - start
-        print(f"{name}: {json.dumps(found)}", flush=True)
-        options.json.write_text(json.dumps(results, indent=1), "utf-8")
-    return int(any(is_bad(results[name]) for name in names))
+    return run(options, names)
 
 
 if __name__ == "__main__":

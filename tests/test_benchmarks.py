@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import branching
 import compare
 import contest
 import engines
+import gpu_check
 import mechanisms
 import pytest
 from contest import Contestant
@@ -144,6 +147,96 @@ def test_mechanisms_compare_equal_work() -> None:
         mechanisms.median([*costs, mechanisms.Cost(1.0, 6, 10, "kept")])
     line = str(mechanisms.Line("gate", mechanisms.Cost(4.0, 9, 90), costs[1]))
     assert line.split() == ["gate", "1.000", "4.000", "0.25", "5", "9", "10", "90", "0.11", "kept"]
+
+
+# ---- the first run on a GPU --------------------------------------------------------------------
+
+
+def gpu_options(folder: Path, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"json": folder / "found.json", "parts": ["correct", "speed"], "models": ["1B", "7B"],
+           "no_build": False, "budget": 100.0, "device": "cuda", **more}
+    )  # fmt: skip
+
+
+def test_parts_share_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One gets what is left, a second call what the first has left; the rest is named."""
+    clock, given = [0.0], {}
+
+    def apart(name: str, options: Any, limit: float) -> dict[str, Any]:
+        given[name] = limit
+        clock[0] += min(limit, 40.0)
+        return {"took": min(limit, 40.0)}
+
+    monkeypatch.setattr(gpu_check, "apart", apart)
+    monkeypatch.setattr(gpu_check.time, "perf_counter", lambda: clock[0])
+    options = gpu_options(tmp_path, json=tmp_path / "found.json")
+    assert gpu_check.run(options, ["build"]) == 0
+    assert gpu_check.run(options, ["small", "machine", "logits:1B", "tests"]) == 0
+    assert given == {"build": 100.0, "small": 60.0, "machine": 20.0}
+    found = json.loads(options.json.read_text("utf-8"))
+    assert found["not_run"] == ["logits:1B", "tests"]
+    assert sum(found["seconds"].values()) == 100.0
+    assert gpu_check.run(options, ["small"]) == 0  # again: its first time no longer counts
+    assert given["small"] == 40.0
+
+
+def test_what_tells_most_comes_first(tmp_path: Path) -> None:
+    """Both halves fit into less than eight minutes by default, and name every part."""
+    names = gpu_check.chosen(gpu_options(tmp_path))
+    assert names[0] == "build"
+    assert names[-2:] == ["tests", "memcheck"]
+    assert {name.partition(":")[0] for name in names} == set(gpu_check.PARTS)
+    parser = subprocess.run(
+        [sys.executable, gpu_check.__file__, "--help"], capture_output=True, text=True, check=True
+    )
+    default = re.search(r"JSON together \(default:\s+([\d.]+)\)", parser.stdout)
+    assert default is not None
+    assert float(default[1]) < 8 * 60
+
+
+def test_time_without_a_kernel() -> None:
+    """Kernels that overlap count once; a step is half of the two."""
+    kernels = [("attend", 10.0, 20.0), ("merge", 15.0, 25.0), ("attend", 40.0, 45.0)]
+    found = gpu_check.busy(kernels, wall=100e-6, steps=2)
+    assert found["kernels_per_step"] == 1.5
+    assert found["kernel_seconds_per_step"] == pytest.approx(10e-6)
+    assert found["idle_fraction"] == pytest.approx(0.8)
+    assert list(found["microseconds_per_step"].items()) == [("attend", 7.5), ("merge", 5.0)]
+
+
+def test_rates_are_fractions_of_what_was_measured() -> None:
+    measured = {"bytes_per_second": 4.0, "flop_per_second": 100.0}
+    found = gpu_check.rates(2.0, 4, 50, measured)
+    assert (found["bandwidth_fraction"], found["matrix_rate_fraction"]) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("found", "bad"),
+    [({"sound": True, "a": {"sound": True}}, False), ({"a": {"sound": False}}, True),
+     ({"error": "exit status 1"}, True), ({"returncode": 1}, True), ({"seconds": 1.0}, False)],
+)  # fmt: skip
+def test_a_part_within_a_part_counts(found: dict[str, Any], bad: bool) -> None:
+    assert gpu_check.is_bad(found) is bad
+
+
+@pytest.mark.oracle
+def test_the_script_runs_without_a_gpu(tmp_path: Path) -> None:
+    """The parts that need torch alone, on a tiny model."""
+    pytest.importorskip("torch")
+    parts = ["small", "attention:tiny", "gaps:tiny", "mechanisms:tiny"]
+    command = [sys.executable, gpu_check.__file__, *parts, "--device", "cpu", "--models", "tiny"]
+    target = tmp_path / "found.json"
+    done = subprocess.run(
+        [*command, "--json", str(target)], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout
+    found = json.loads(target.read_text("utf-8"))
+    assert found["not_run"] == []
+    assert set(found["attention:tiny"]) == {"prefill", "decode 1", "decode 8", "decode 32"}
+    half = found["mechanisms:tiny"]["rsbcm"]["half"]
+    assert half["evictions"] > 0
+    assert half["tokens_recomputed"] > 0
 
 
 # ---- options -----------------------------------------------------------------------------------
