@@ -1,11 +1,14 @@
 """Tree of Thoughts on the Game of 24, through the OpenAI-shaped client. python game24.py [MODEL]
 
-Each step proposes ways to combine two numbers (one prompt for each state) and values what is left
-(three samples each). The prompts have long examples in common, which are computed once.
+Each step proposes ways to combine two numbers (four samples for each state) and values what is left
+(three samples each). The prompts have long examples in common, which are computed once. The model
+proposes and values; whether a step is right is checked with exact arithmetic.
 """
 
+import operator
 import re
 import sys
+from fractions import Fraction
 
 import rksc
 from rksc.clients import OpenAI
@@ -42,7 +45,8 @@ likely
 {numbers}
 """
 WORTH = {"sure": 20.0, "likely": 1.0, "impossible": 0.001}
-STEP = re.compile(r"(\S+) ([-+*/]) (\S+) = (\S+) \(left: ([^)]+)\)")
+STEP = re.compile(r"(\S+) ([-+*/]) (\S+) = (\S+)")
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 client = OpenAI(rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()), dtype=best_dtype())
 
@@ -56,10 +60,23 @@ def ask(prompts: list[str], n: int, stop: str, max_tokens: int, seed: int) -> li
     return [texts[i : i + n] for i in range(0, len(texts), n)]
 
 
-def propose(states: list[str]) -> list[list[tuple[str, str]]]:
-    """For each state the steps that the model proposes, and the numbers left after each."""
-    answers = ask([PROPOSE.format(numbers=s) for s in states], 1, "Input:", 80, seed=0)
-    return [[(m[0], m[5]) for m in STEP.finditer(text)] for (text,) in answers]
+def after(numbers: str, step: re.Match[str]) -> str | None:
+    """The numbers that a step leaves; None: it takes some that are not there, or is wrong."""
+    left, (a, sign, b, result) = numbers.split(), step.groups()
+    try:
+        left.remove(a)
+        left.remove(b)
+        value = SIGNS[sign](Fraction(a), Fraction(b))
+        right = value == Fraction(result)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return " ".join(sorted([*left, str(value)], key=Fraction)) if right else None
+
+
+def propose(states: list[str]) -> list[list[re.Match[str]]]:
+    """For each state the steps that the model proposes."""
+    answers = ask([PROPOSE.format(numbers=s) for s in states], 4, "Input:", 80, seed=0)
+    return [[step for text in texts for step in STEP.finditer(text)] for texts in answers]
 
 
 def value(states: list[str]) -> list[float]:
@@ -71,17 +88,26 @@ def value(states: list[str]) -> list[float]:
 ways: list[tuple[str, list[str]]] = [("4 5 6 10", [])]
 for depth in range(3):
     proposals = propose([state for state, _ in ways])
-    found = [(left, [*way, step]) for (_, way), steps in zip(ways, proposals, strict=True)
-             for step, left in steps]  # fmt: skip
+    found: dict[str, list[str]] = {}
+    for (state, way), steps in zip(ways, proposals, strict=True):
+        for step in steps:
+            left = after(state, step)
+            if left is not None:
+                found.setdefault(left, [*way, f"{step[0]} (left: {left})"])
+    print(
+        f"step {depth + 1}: {sum(map(len, proposals))} proposals, right and different: {len(found)}"
+    )
     if not found:
         break
-    values = value([state for state, _ in found])
-    order = sorted(range(len(found)), key=lambda i: -values[i])
-    ways = [found[i] for i in order[:2]]
-    print(f"step {depth + 1}: {len(found)} proposals, the best: {ways[0][1][-1]}")
-print("the way:", "; ".join(ways[0][1]) or "none found")
+    values = dict(zip(found, value(list(found)), strict=True))
+    best = sorted(found, key=lambda left: -values[left])[:3]
+    ways = [(left, found[left]) for left in best]
+reached = [way for left, way in ways if left == "24"]
+if reached:
+    print("24 reached:", "; ".join(reached[0]))
+else:
+    print("24 not reached. The best way:", "; ".join(ways[0][1]) or "none")
 
 stats = client.engine.session.stats()
 shared = stats.tokens_reused + stats.tokens_forked
-print(f"{stats.tokens_computed} tokens computed,")
-print(f"{shared} more were there already")
+print(f"{stats.tokens_computed} tokens computed, {shared} more were there already")

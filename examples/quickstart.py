@@ -6,8 +6,9 @@ import rksc
 from rksc.demo import find_model
 
 session = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()).session()
-root = session.prefill("The three primary colours are")
-kids = root.fork(4)
-for g in session.generate(kids, 16, rksc.Sampling(temperature=0.8, seed=0)):
+shots = "Q: What makes green?\nA: Blue and yellow.\nQ: What makes orange?\nA: Red and yellow.\n"
+root = session.prefill(shots + "Q: What are the three primary colours?\nA:")
+for g in session.generate(root.fork(4), 16, rksc.Sampling(temperature=0.8, seed=0), stop="\n"):
     print(f"{g.confidence:.2f} {g.text!r}")
-print("blocks that several branches share:", session.stats().blocks_shared)
+print("tokens of the prompt that the forks share:", session.stats().tokens_forked)
+print("KV blocks that several branches share:", session.stats().blocks_shared)

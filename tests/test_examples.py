@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,34 @@ TRANSFORMERS = ROOT / "examples" / "hf_weights.py"
 def test_example(script: Path, smollm2: Model) -> None:
     if script.stem == "tree_of_thoughts" and importlib.util.find_spec("tot") is None:
         pytest.skip("tree-of-thoughts-llm is not installed")
-    run(script, smollm2)
+    printed = run(script, smollm2)
+    if script.stem in SAYS:
+        SAYS[script.stem](printed)
+
+
+def shares(printed: str) -> None:
+    tokens, blocks = (int(line.rpartition(" ")[2]) for line in printed.splitlines()[-2:])
+    assert tokens > 0
+    assert blocks > 0
+
+
+def is_right(printed: str) -> None:
+    """The way's steps follow from one another, and it is not called more than it is."""
+    found = re.search(r"^24 (reached:|not reached\. The best way:) (.*)$", printed, re.M)
+    assert found is not None, printed
+    numbers = Counter([Fraction(n) for n in (4, 5, 6, 10)])
+    for step in found[2].split("; "):
+        assert re.fullmatch(r"\S+ [-+*/] \S+ = \S+ \(left: [^)]+\)", step), step
+        a, sign, b, _, value = step.split(" (")[0].split()
+        x, y = Fraction(a), Fraction(b)
+        assert Fraction(value) == {"+": x + y, "-": x - y, "*": x * y, "/": x / (y or 1)}[sign]
+        assert Counter([x, y]) <= numbers
+        numbers = numbers - Counter([x, y]) + Counter([Fraction(value)])
+        assert Counter(map(Fraction, step[:-1].rpartition("left: ")[2].split())) == numbers
+    assert (found[1] == "reached:") == (numbers == Counter([Fraction(24)]))
+
+
+SAYS = {"quickstart": shares, "game24": is_right}
 
 
 def test_weights_of_transformers(smollm2: Model) -> None:
