@@ -82,8 +82,8 @@ def calibrate_cgee(
     problems: (question, answer) or `rksc.experiments.Problem`s. Each is answered n_branches
     times and verified in full; half of the problems choose kappa, level 1 and level 2 so that
     at most max_changed of the winners change, the other half measures; `keeps` tells whether it
-    is large enough to show the wanted rate. Level 2 is switched on only where it saves more
-    layers than its lens costs on the half that chooses.
+    is large enough to show the wanted rate. Level 2 is switched on only where it surely
+    (95 % interval) saves more layers than its lens costs on the half that chooses.
     """
     from .experiments.fitting import Verified, as_problem, fit_cgee, lens_costs
     from .experiments.measure import TOGETHER, answers

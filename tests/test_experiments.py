@@ -903,6 +903,17 @@ def test_level_2_is_taken_where_it_pays() -> None:
     assert not dear.level2 and dear.cgee.lens is None and "Level 2 is off" in dear.says
 
 
+def test_level_2_must_surely_pay() -> None:
+    """Its lens sees the score in one problem of eight on the half that chooses."""
+    problems = [verified_problem(i, [0.9, 0.89], [0.2, 0.8]) for i in range(16)]
+    first, _ = stats.halves([p.group for p in problems])
+    blind = Lenses(np.full((2, 8), 9.0), np.zeros((2, 8)))
+    problems = [p if p.group == min(first) else replace(p, lenses=dict.fromkeys(LENSES, blind))
+                for p in problems]  # fmt: skip
+    found = fit_cgee(problems, 0.0, {"answer": 0.0, "full": 0.0})
+    assert found.cgee.lens is None and "shows no saving" in found.says
+
+
 def test_the_held_out_half_only_measures() -> None:
     """What the choosing half decides stands, also where the other half speaks against it."""
     problems = [verified_problem(i, [0.9, 0.89], [0.2, 0.8]) for i in range(16)]

@@ -19,7 +19,7 @@ from .measure import TOGETHER, answers, mean_of
 from .plots import bars
 from .replay import majority
 from .runner import Lab, Result
-from .stats import above, mcnemar, paired, rate
+from .stats import above, below, every, mcnemar, paired, rate
 from .table import Column, Finding, Table, signed
 from .tasks import reworded_problems
 
@@ -48,14 +48,16 @@ def accuracy(model: Model | str | Path | Lab, **options: Any) -> Table:
         picked = [i for i, n in enumerate(names) if name in (n, "all")]
         full = [ways[FULL][i] for i in picked]
         for way, chosen in ways.items():
-            rows.append((name, way, *_row([chosen[i] for i in picked], full)))
+            mine = full if way == FULL else [chosen[i] for i in picked]
+            rows.append((name, way, *_row(mine, full)))
         if name == REWORDED:
             rows += [(name, way, *_row(chosen, full)) for way, chosen in sharing.items()]
     columns = (
         Column("set"), Column("way"), Column("right", "%"), Column("low", "%"), Column("high", "%"),
         Column("against full", "points"), Column("from", "points"), Column("to", "points"),
         Column("gained"), Column("lost"), Column("p (McNemar)"),
-        Column("other answer than full", "%"), Column("problems"),
+        Column("other answer than full", "%"), Column("other low", "%"), Column("other high", "%"),
+        Column("problems"),
     )  # fmt: skip
     meta = lab.meta(
         n_branches=N_BRANCHES, sets=_counts(sets) | {REWORDED: len(own)},
@@ -81,12 +83,13 @@ def _row(mine: Sequence[Choice], full: Sequence[Choice]) -> tuple[Any, ...]:
         sum(a > b for (_, a), (_, b) in zip(*pair, strict=True))
         for pair in ((mine, full), (full, mine))
     )
-    low, high = paired(gained, lost, right.n)
-    other = mean_of([a != b for (a, _), (b, _) in zip(mine, full, strict=True)])
+    # full verification does not differ from itself, by no chance
+    low, high = (0.0, 0.0) if mine is full else paired(gained, lost, right.n)
+    other = rate([a != b for (a, _), (b, _) in zip(mine, full, strict=True)])
     return (
         100 * right.value, 100 * right.low, 100 * right.high,
         100 * (gained - lost) / right.n, 100 * low, 100 * high, gained, lost,
-        mcnemar(gained, lost), 100 * other, right.n,
+        mcnemar(gained, lost), 100 * other.value, 100 * other.low, 100 * other.high, right.n,
     )  # fmt: skip
 
 
@@ -129,19 +132,18 @@ def _findings(table: Table) -> list[Finding]:
     shortcuts = [(name, rows[f"best of n, {name}"]) for name in PRESETS]
     for name, row in [*shortcuts, ("ASKS on reworded questions", reworded[SHARED])]:
         found.append(Finding(
-            f"{name}: another answer in {row['other answer than full']:.0f} %, accuracy "
+            f"{name}: another answer in {row['other answer than full']:.0f} % "
+            f"[{row['other low']:.0f}, {row['other high']:.0f}], accuracy "
             f"{signed(row['against full'])} points [{signed(row['from'])}, {signed(row['to'])}], "
             f"{row['gained']} gained, {row['lost']} lost of {row['problems']}.",
-            above(row["against full"], row["from"], row["problems"], -5),
+            every(above(row["against full"], row["from"], row["problems"], -5),
+                  below(row["other answer than full"], row["other high"], row["problems"], 5)),
         ))  # fmt: skip
-    floor = [
-        name for name in dict.fromkeys(table.column("set"))
-        if not any(table.where(set=name).column("right"))
-    ]  # fmt: skip
+    floor = [row["set"] for row in table.where(way=FULL).dicts() if row["right"] == 0]
     if floor:
         found.append(Finding(
-            f"{' and '.join(floor)}: no way is right in any problem. Where nothing can be lost, "
-            "accuracy says nothing about a shortcut; the changed answers do.", None,
+            f"{' and '.join(floor)}: full verification is right in no problem. Where nothing can "
+            "be lost, accuracy says nothing about a shortcut; the changed answers do.", None,
         ))  # fmt: skip
     return found
 

@@ -209,7 +209,7 @@ def draw(figure: Figure, table: Table) -> None:
     for axes in (left, right):
         axes.set_xlabel("KV budget [% of the peak without a limit]")
         axes.invert_xaxis()
-        axes.legend()
+    left.legend()
     left.set_ylabel("tokens computed again, per tree")
     left.set_title("What is computed twice")
     right.set_ylabel("time against no limit [x]")

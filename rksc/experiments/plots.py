@@ -67,7 +67,7 @@ def errorbars(
     """The i-th series with its intervals."""
     y, below, above = (np.array(v, float) for v in (values, low, high))
     errors = np.clip([y - below, above - y], 0, None)
-    axes.errorbar(x, y, yerr=errors, capsize=2, elinewidth=0.9, **style(i) | look)
+    axes.errorbar(x, y, yerr=errors, **{"capsize": 2, "elinewidth": 0.9} | style(i) | look)
 
 
 def bars(

@@ -395,7 +395,7 @@ def draw(figure: Figure, table: Table) -> None:
         part = divergence.where(kind=kind)
         x = [(p + 1) * 1.04 ** (i - 3) for p in part.column("position")]  # side by side
         errorbars(right, x, part.column("KL"), part.column("low"), part.column("high"), i,
-                  label=kind, linewidth=1)  # fmt: skip
+                  label=kind, linewidth=1, markersize=3.5, elinewidth=0.5, capsize=1)  # fmt: skip
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     right.set_yscale("log")
