@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ._core import CapacityError
 from .clients._engine import Engine, Sample
 from .clients._wire import Chunks, FieldError, Request, lean, read_chat, read_completion, response
-from .clients.openai import model_card
+from .clients.openai import model_card, no_model
 from .results import Token
 
 MAX_BODY = 8 << 20  # bytes of a request
@@ -212,6 +213,12 @@ class Service:
     async def models(self, _: HTTPRequest) -> Response:
         return JSONResponse({"object": "list", "data": [model_card(self._engine.name)]})
 
+    async def model(self, connection: HTTPRequest) -> Response:
+        name, known = connection.path_params["model"], self._engine.name
+        if name != known:
+            return JSONResponse(_error(404, no_model(name, known), "model"), 404)
+        return JSONResponse(model_card(known))
+
     async def health(self, _: HTTPRequest) -> Response:
         if self._worker is None or not self._worker.alive:
             return JSONResponse(_error(503, "the engine's thread has ended"), 503)
@@ -285,6 +292,13 @@ def _host_name(url: str) -> str | None:
         return None
 
 
+def _no_route(connection: HTTPRequest, error: Exception) -> Response:
+    """A path or a method that is not served."""
+    assert isinstance(error, HTTPException)
+    said = f"{connection.method} {connection.url.path}: {error.detail}"
+    return JSONResponse(_error(error.status_code, said), error.status_code, error.headers)
+
+
 def application(engine: Engine, hosts: Collection[str] | None = None) -> Starlette:
     """The ASGI application. hosts: names under which it may be called; None: any."""
     service = Service(engine)
@@ -293,9 +307,11 @@ def application(engine: Engine, hosts: Collection[str] | None = None) -> Starlet
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.completion, methods=["POST"]),
             Route("/v1/models", service.models),
+            Route("/v1/models/{model:path}", service.model),
             Route("/health", service.health),
         ],
         middleware=[Middleware(Guard, hosts=hosts)],
+        exception_handlers={HTTPException: _no_route},
         lifespan=service.lifespan,
     )
 

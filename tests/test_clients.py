@@ -156,7 +156,7 @@ def test_what_never_fits_is_refused_before_it_runs(make_client: Callable[..., Op
     client = make_client(kv_bytes="96KiB")
     budget = client.engine.session.stats().blocks_total * 16
     assert budget < 400
-    with pytest.raises(CapacityError, match=r"max_tokens: .* kv_bytes"):
+    with pytest.raises(CapacityError, match=r"max_tokens: .* kv_bytes .*--kv"):
         client.completions.create(prompt="abc", max_tokens=400)
     answer = client.chat.completions.create(messages=ASK, temperature=0, ignore_eos=True)
     assert answer.usage.total_tokens == budget  # no limit given: what there is room for
@@ -352,6 +352,19 @@ def test_answers_are_attributes_and_dicts(client: OpenAI) -> None:
         _ = answer.nothing
     assert client.models.list().data[0].id == client.name
     assert [model.id for model in client.models.list()] == [client.name]
+    assert client.models.retrieve(client.name) == client.models.list().data[0]
+    with pytest.raises(ValueError, match="model 'gpt-4' does not exist"):
+        client.models.retrieve("gpt-4")
+    assert json.loads(answer.to_json()) == plain
+
+
+def test_a_client_may_be_used_as_one_with_a_connection(client: OpenAI) -> None:
+    with client.with_options(timeout=3, max_retries=0) as same:
+        answer = same.chat.completions.create(messages=ASK, max_tokens=1)
+    assert answer.usage.completion_tokens == 1
+    client.close()
+    with pytest.raises(TypeError, match="no option temperature"):
+        client.with_options(temperature=0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -474,6 +487,18 @@ def test_arguments_that_openai_left_out(client: OpenAI) -> None:
 def test_bad_prompts(client: OpenAI, prompt: Any) -> None:
     with pytest.raises(ValueError, match="prompt"):
         client.completions.create(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt, named", [("a\ud800", "prompt:"), (["a", "\ud800"], r"prompt\[1\]:")]
+)
+def test_half_a_character_is_named_by_its_field(client: OpenAI, prompt: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} .* lone surrogate"):
+        client.completions.create(prompt=prompt)
+    with pytest.raises(ValueError, match=r"^prompts\[0\]: .* lone surrogate"):
+        LLM(client).generate("\ud800")
+    with pytest.raises(ValueError, match=r"^messages\[0\].content: .* lone surrogate"):
+        client.chat.completions.create(messages=[{"role": "user", "content": "\ud800"}])
 
 
 def test_prompts_are_texts_or_tokens(client: OpenAI) -> None:

@@ -197,8 +197,11 @@ def test_errors_name_the_field(server: Server) -> None:
     assert server.request("POST", "/v1/chat/completions", b"[1]")[0] == 400
     assert server.request("POST", "/v1/chat/completions", b"[" * 100000)[0] == 400
     assert server.request("POST", "/v1/completions", b"\xff\xfe")[0] == 400
-    assert server.request("GET", "/v1/nothing")[0] == 404
-    assert server.request("GET", "/v1/completions")[0] == 405
+    for path, expected in (("/v1/nothing", 404), ("/v1/completions", 405), ("/v1/models/x/y", 404)):
+        status, answer = server.request("GET", path)
+        assert status == expected
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"]["message"]
     assert not server.engine.busy
 
 
@@ -236,6 +239,7 @@ def test_models_and_health(server: Server) -> None:
     status, answer = server.request("GET", "/v1/models")
     assert status == 200
     assert [card["id"] for card in answer["data"]] == [server.engine.name]
+    assert server.request("GET", f"/v1/models/{server.engine.name}") == (200, answer["data"][0])
     assert server.request("GET", "/health") == (200, {"status": "ok"})
 
 

@@ -105,9 +105,9 @@ class Engine:
 
     # ---- prompts -----------------------------------------------------------------------------
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """A prompt's tokens, with the BOS that the model wants."""
-        return np.array(self.session.encode(text, bos=None), np.int32)
+    def encode(self, text: str, field: str = "prompt") -> NDArray[np.int32]:
+        """A prompt's tokens, with the BOS that the model wants; errors name the field."""
+        return np.array(self.session.encode(text, bos=None, field=field), np.int32)
 
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
         """The prompt as int32; ValueError names the field of one that is empty or too long."""
@@ -139,7 +139,8 @@ class Engine:
                 raise CapacityError(
                     f"max_tokens: {len(sample.prompt)} tokens of prompt and up to "
                     f"{sample.max_new_tokens} new ones do not fit the KV budget of "
-                    f"{self._budget} tokens: give the session more kv_bytes"
+                    f"{self._budget} tokens: ask for fewer, or give the session more kv_bytes "
+                    "(rksc serve: --kv)"
                 )
         self._waiting.extend(samples)
 

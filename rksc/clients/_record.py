@@ -32,6 +32,9 @@ class Record(dict[str, Any]):
 
     to_dict = model_dump
 
+    def to_json(self, *, indent: int | None = 2, exclude_none: bool = False, **_: Any) -> str:
+        return self.model_dump_json(indent=indent, exclude_none=exclude_none)
+
 
 def _wrap(value: Any) -> Any:
     if isinstance(value, Mapping):

@@ -307,7 +307,7 @@ def _prompts(f: Fields, engine: Engine) -> list[NDArray[np.int32]]:
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise FieldError("prompt", f"{where} must be text or tokens, got {prompt!r}")
         try:
-            tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt
+            tokens = engine.encode(prompt, where) if isinstance(prompt, str) else prompt
             prompts.append(engine.check_prompt(tokens, where))
         except ValueError as error:
             raise FieldError("prompt", str(error)) from None

@@ -19,6 +19,10 @@ from ._wire import Chunks, FieldError, Request, read_chat, read_completion, resp
 
 # What the openai package takes for its transport; there is none here.
 _TRANSPORT = {"timeout", "extra_headers", "extra_query"}
+_CONNECTION = {
+    "api_key", "base_url", "default_headers", "default_query", "http_client", "max_retries",
+    "organization", "project", "set_default_headers", "set_default_query", "timeout",
+}  # fmt: skip
 
 Read = Callable[[Engine, Mapping[str, Any], str], Request]
 
@@ -107,9 +111,15 @@ class _Models:
         """The one model there is."""
         return _Page({"object": "list", "data": [model_card(self._name)]})
 
+    def retrieve(self, model: str) -> Record:
+        """Its card; ValueError for a name that `list` does not have."""
+        if model != self._name:
+            raise FieldError("model", no_model(model, self._name))
+        return Record(model_card(self._name))
+
 
 class OpenAI:
-    """`chat.completions.create`, `completions.create` and `models.list` on a model.
+    """`chat.completions.create`, `completions.create` and `models` on a model.
 
     model: a `rksc.Model` (its session takes `options`), a `rksc.BranchSession` that nobody else
     submits to, or another client, whose queue is shared. Calls from several threads are batched
@@ -122,6 +132,23 @@ class OpenAI:
         self.chat = _Chat(Completions(self.engine, self.name, read_chat))
         self.completions = Completions(self.engine, self.name, read_completion)
         self.models = _Models(self.name)
+
+    def with_options(self, **options: Any) -> OpenAI:
+        """This client: options of a connection say nothing where there is none."""
+        for name in options.keys() - _CONNECTION:
+            raise TypeError(f"with_options() has no option {name}")
+        return self
+
+    copy = with_options
+
+    def close(self) -> None:
+        """Nothing: the session lives as long as something refers to it."""
+
+    def __enter__(self) -> OpenAI:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def engine_of(model: Any, **options: Any) -> Engine:
@@ -136,3 +163,7 @@ def engine_of(model: Any, **options: Any) -> Engine:
 
 def model_card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "rksc"}
+
+
+def no_model(name: str, known: str) -> str:
+    return f"model {name!r} does not exist: there is {known!r}"

@@ -67,7 +67,8 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         sampling = Sampling(temperature if do_sample else 0.0, top_k or 0, top_p, seed=seed)
         samples: list[Sample] = []
         for i, text in enumerate(texts):
-            prompt = self.engine.check_prompt(self.engine.encode(text), f"inputs[{i}]")
+            field = f"inputs[{i}]"
+            prompt = self.engine.check_prompt(self.engine.encode(text, field), field)
             limit = max_new_tokens
             if limit is None and max_length is not None:
                 limit = max(0, max_length - len(prompt))
@@ -112,10 +113,10 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
     ) -> NDArray[np.float32]:
         """float32 (contents,): log-probability of what follows the prefix in each content."""
         _refuse(others)
-        first = self.engine.encode(prefix)
+        first = self.engine.encode(prefix, "prefix")
         pairs = []
         for i, content in enumerate(contents):
-            whole = self.engine.encode(content)
+            whole = self.engine.encode(content, f"contents[{i}]")
             if not np.array_equal(whole[: len(first)], first):
                 raise ValueError(f"contents[{i}] does not begin with the prefix's tokens")
             pairs.append((first, whole[len(first) :]))

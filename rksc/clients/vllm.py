@@ -223,10 +223,11 @@ class LLM:
         if isinstance(prompt, Mapping):
             tokens = prompt.get("prompt_token_ids")
             prompt = prompt.get("prompt") if tokens is None else tokens
+        where = f"prompts[{i}]"
         if not isinstance(prompt, (str, Sequence, np.ndarray)):
-            raise ValueError(f"prompts[{i}] must be text or tokens, got {prompt!r}")
-        tokens = self.engine.encode(prompt) if isinstance(prompt, str) else prompt
-        return self.engine.check_prompt(tokens, f"prompts[{i}]")
+            raise ValueError(f"{where} must be text or tokens, got {prompt!r}")
+        tokens = self.engine.encode(prompt, where) if isinstance(prompt, str) else prompt
+        return self.engine.check_prompt(tokens, where)
 
     def _sample(self, prompt: NDArray[np.int32], p: SamplingParams) -> Sample:
         eos = () if p.ignore_eos else self.engine.session.config.eos
