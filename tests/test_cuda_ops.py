@@ -410,26 +410,24 @@ def test_decode_of_a_deep_tree(
             cache.check(got[i], rows[i])
 
 
-@pytest.mark.parametrize(
-    "compute,head_dim", [(RK_BF16, 64), (RK_BF16, 256), (RK_F32, 18), (RK_F32, 132)]
-)
+@pytest.mark.parametrize("compute,head_dim", [(RK_BF16, 16), (RK_F32, 6)])
 def test_merge_of_more_partials_than_lanes(compute: int, head_dim: int) -> None:
-    """Branches that leave a trunk one by one: each block of it is a shared panel of its own, so
-    the last rows have a partial for each, 40 and more; and heads of several columns a lane."""
+    """Four branches leave a trunk after each 13 blocks of it, so that these are a shared panel of
+    their own: the last branches have a partial for each of 36 and more."""
     rng = np.random.default_rng(head_dim)
-    n, trunk = 80, 40
-    shape = Shape(n_heads=2, n_kv_heads=2, head_dim=head_dim, n_blocks=256, max_rows=128)
+    levels, leave, blocks = 38, 4, 13
+    shape = Shape(n_heads=1, n_kv_heads=1, head_dim=head_dim, n_blocks=700, max_rows=512)
     ids = iter(int(i) for i in rng.permutation(shape.n_blocks))
-    stem = [next(ids) for _ in range(trunk)]
-    tables = [[*stem[: min(i + 1, trunk)], next(ids)] for i in range(n)]
+    stem = [next(ids) for _ in range(levels * blocks)]
+    tables = [[*stem[: (i // leave + 1) * blocks], next(ids)] for i in range(levels * leave)]
     ends = [16 * len(table) - i % 16 for i, table in enumerate(tables)]
     cache = DeviceCache(rng, shape, compute)
     with CudaRig(shape, compute) as rig:
         rig.poison()
         fill(cache, rig, tables, ends)
         rows = [Row(t, end - 1, write=False) for t, end in zip(tables, ends, strict=True)]
-        got = cache.run(rig, Plan(rows, 16))
-        for i in (0, 1, 30, 33, 40, 78, 79):
+        got = cache.run(rig, Plan(rows, 16, chunk_rows=len(rows)))
+        for i in (0, 3, 4, 70, len(rows) - 1):
             cache.check(got[i], rows[i])
 
 
