@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "csrc"
+SOURCE = Path(os.environ.get("RKSC_CUDA_ROOT", ROOT)) / "csrc"  # another tree: mutate.py's
 BUILD = ROOT / "build" / "native"
 
 FLAGS = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as c
 import itertools
 import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,90 @@ def test_a_broken_device_takes_no_more_ops(capfd: pytest.CaptureFixture[str]) ->
         rig.download(got.ctypes.data, out.address, got.nbytes)
         assert np.isnan(got).all()
     capfd.readouterr()
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def decode(rig: CudaRig, cache: DeviceCache, table: list[int]) -> Callable[[int], None]:
+    """A function that runs one row of the sequence as a step that can be replayed: the same ops
+    on the same buffers, but another position each time. It checks what comes out."""
+    shape, layer = cache.shape, layer_on(rig, cache._weights, None)
+    q, out = (rig.act_out((1, shape.n_heads * shape.head_dim)) for _ in range(2))
+    x = rig.send(cache.fact(0, 0))
+
+    def step(position: int) -> None:
+        plan = Plan([Row(table, position)], shape.block_tokens)
+        plan.batch.roomy = True
+        fact = cache.inputs(plan.rows)
+        rig.upload(x, fact.ctypes.data, fact.nbytes)
+        rig.start(plan)
+        rig.qkv(q.address, x, c.byref(layer), 1)
+        rig.attention(out.address, q.address, 1)
+        cache.check(out.get()[0], plan.rows[0])
+
+    return step
+
+
+def test_a_graph_does_not_outlive_the_facts_it_reads(compute: int) -> None:
+    """A step whose facts need more staging memory moves it: what was captured before knows the old
+    address. One-token blocks make long tables; eight to sixteen of them are the same graph."""
+    rng, shape = np.random.default_rng(5), Shape(block_tokens=1)
+    cache, table = DeviceCache(rng, shape, compute), list(range(20, 36))
+    tables = rng.integers(0, 64, (64, 1200)).tolist()
+    large = Plan([Row(t, 1199, write=False) for t in tables], 1, "rows", rng=rng)
+    with CudaRig(shape, compute) as rig:
+        rig.poison()
+        fill(cache, rig, [table], [8])
+        step = decode(rig, cache, table)
+        for position in range(8, 12):
+            step(position)
+        rig.start(large)
+        for position in range(12, 16):
+            step(position)
+
+
+def test_what_was_recorded_comes_first(compute: int) -> None:
+    """A small step waits until somebody asks for a result. A copy of a block and a fill
+    come behind it, not before."""
+    shape = Shape()
+    cache = DeviceCache(np.random.default_rng(6), shape, compute)
+    with CudaRig(shape, compute) as rig:
+        layer = layer_on(rig, cache._weights, None)
+        rig.poison()
+
+        def write(block: int) -> None:
+            plan = Plan(written([block], 16), 16)
+            plan.batch.roomy = True
+            q = rig.act_out((16, shape.n_heads * shape.head_dim))
+            x = rig.put(cache.inputs(plan.rows))
+            rig.start(plan)
+            rig.qkv(q.address, x, c.byref(layer), 1)
+
+        def read(block: int) -> Array:
+            return cache.run(rig, Plan([Row([block], 15, write=False)], 16))[0]
+
+        write(5)
+        rig.kv_copy(9, 5)
+        cache.facts.update({(9, p): cache.fact(5, p) for p in range(16)})
+        cache.check(read(9), Row([9], 15))
+        write(7)
+        rig.kv_fill(7, 0xFF)
+        assert np.isnan(value(read(7))).all()
+
+
+def test_an_upload_has_read_what_it_was_given(compute: int) -> None:
+    """Pinned memory, which the device reads when it comes to it, is the caller's again."""
+    runtime, pinned = library()[0], c.c_void_p()
+    data = np.arange(64, dtype=np.float32)
+    assert runtime.cudaMallocHost(c.byref(pinned), c.c_size_t(data.nbytes)) == 0
+    c.memmove(pinned, data.ctypes.data, data.nbytes)
+    with CudaRig(Shape(), compute) as rig:
+        address = rig.send(np.zeros_like(data))
+        rig.upload(address, pinned.value, data.nbytes)
+        c.memset(pinned, 0xFF, data.nbytes)
+        assert np.array_equal(rig.fetch(address, data), data)
+    assert runtime.cudaFreeHost(pinned) == 0
 
 
 # ---- products ---------------------------------------------------------------------------------
@@ -271,14 +356,28 @@ def test_qkv(compute: int, m: int, head_dim: int, interleaved: bool) -> None:
 
 
 class DeviceCache(Cache):
-    """oprig's sequences with chosen q, k and v, on a CUDA device; scores grow with `loud`."""
+    """Sequences with chosen q, k and v on a CUDA device; scores grow with `loud`. A row brings one
+    q, k and v for each KV head; the heads of a group have its q with signs of their own, so that
+    the weights of many heads are small."""
 
     loud = 1.0
+
+    def __init__(self, rng: np.random.Generator, shape: Shape, compute: int) -> None:
+        self.rng, self.shape, self.compute = rng, shape, compute
+        kv, dim = shape.n_kv_heads, shape.head_dim
+        n = kv * dim
+        shape.width, shape.inv_freq = 3 * n, [0.0] * (dim // 2)
+        q, key, v = np.split(np.eye(3 * n), 3)
+        signs = rng.choice([-1.0, 1.0], (kv, shape.n_heads // kv, dim, 1))
+        query = (q.reshape(kv, 1, dim, -1) * signs).reshape(-1, 3 * n)
+        self._weights = [act(w, compute) for w in (query, key, v)]
+        self._query = query[:, :n]
+        self.facts: dict[tuple[int, int], Array] = {}
 
     def fact(self, block: int, offset: int) -> Array:
         if (block, offset) not in self.facts:
             x = self.rng.standard_normal(self.shape.width)
-            x[: self.shape.n_heads * self.shape.head_dim] *= self.loud
+            x[: self.shape.width // 3] *= self.loud
             self.facts[block, offset] = act(x, self.compute)
         return self.facts[block, offset]
 
@@ -304,10 +403,9 @@ class DeviceCache(Cache):
         kv, dim = s.n_kv_heads, s.head_dim
         lo = max(0, row.position + 1 - window) if window else 0
         facts = [self.fact(row.table[p // bt], p % bt) for p in range(lo, row.position + 1)]
-        q, k, v = np.split(value(np.stack(facts)), np.cumsum([s.n_heads * dim, kv * dim]), axis=1)
-        score = np.einsum(
-            "hgd,thd->hgt", q[-1].reshape(kv, -1, dim), k.reshape(-1, kv, dim) / np.sqrt(dim)
-        )
+        q, k, v = np.split(value(np.stack(facts)), 3, axis=1)
+        q = (self._query @ q[-1]).reshape(kv, -1, dim)
+        score = np.einsum("hgd,thd->hgt", q, k.reshape(-1, kv, dim) / np.sqrt(dim))
         p = np.exp(score - score.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         v = v.reshape(-1, kv, dim)
@@ -375,6 +473,7 @@ TREES = [
     (8, 2, 64, 9, 28),  # three levels, each worth reading once
     (40, 2, 16, 7, 6),  # a group of 20
     (8, 2, 128, 20, 4),  # wide units
+    (4, 2, 128, 6, 28),  # long heads, few pairs
     (24, 1, 8, 40, 6),  # a panel of more pairs than a unit
     (150, 1, 8, 2, 6),  # a row of more pairs than a unit
     (4, 4, 16, 70, 6),  # no groups, three chunks
@@ -429,6 +528,30 @@ def test_merge_of_more_partials_than_lanes(compute: int, head_dim: int) -> None:
         got = cache.run(rig, Plan(rows, 16, chunk_rows=len(rows)))
         for i in (0, 3, 4, 70, len(rows) - 1):
             cache.check(got[i], rows[i])
+
+
+INSTANCES = {  # query heads (of one KV head), head_dim, keys of a tile
+    "attend<64, 1>": (RK_BF16, 3, 24, 64),
+    "attend<64, 2>": (RK_BF16, 66, 16, 64),
+    "attend<128, 1>": (RK_BF16, 4, 128, 64),
+    "attend<128, 2>": (RK_BF16, 66, 72, 64),
+    "attend<256, 1>": (RK_BF16, 2, 136, 32),
+    "plain": (RK_F32, 3, 12, 32),
+}
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_every_end_of_a_tile(name: str) -> None:
+    """One row, alone, with any number of keys up to two tiles and one: keys beyond are poison."""
+    compute, heads, head_dim, tile = INSTANCES[name]
+    shape = Shape(n_heads=heads, n_kv_heads=1, head_dim=head_dim, max_rows=32)
+    cache = DeviceCache(np.random.default_rng(heads), shape, compute)
+    table = list(range(10, 20))
+    with CudaRig(shape, compute) as rig:
+        rig.poison()
+        for end in range(1, 2 * tile + 2):
+            row = Row(table, end - 1)  # writes its own key, the others are there
+            cache.check(cache.run(rig, Plan([row], 16))[0], row)
 
 
 def test_blocks_beyond_2_to_31_elements(compute: int) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import producer as p
 import pytest
 from cudarig import library, set_order
-from models import ARCHITECTURES, SHARP, T4, Small
+from models import ARCHITECTURES, SHARP, T4, Small, make
 from numpy.typing import NDArray
 from sessions import assert_books, block_bytes, open_session
 
@@ -85,14 +85,22 @@ def test_every_architecture_computes_what_the_cpu_computes(model: Small) -> None
     assert_books(gpu)
 
 
-def test_bfloat16_is_as_near_as_the_cpus() -> None:
-    """Both round inputs of products to bfloat16; the sums differ in order alone."""
-    cpu, gpu = both(T4, dtype="bfloat16")
-    tokens = T4.tokens(70)
-    ours, theirs = gpu.prefill(tokens).logits, cpu.prefill(tokens).logits
-    exact = T4.rounded.reference.logits(tokens)
-    assert near(ours, exact, 2e-2)
-    assert np.abs(ours - exact).max() <= 2 * np.abs(theirs - exact).max()
+LONG_HEADS = make("long-heads", 24, num_attention_heads=2, num_key_value_heads=1, head_dim=128)
+
+
+@pytest.mark.parametrize("model", [T4, LONG_HEADS], ids=lambda m: m.name)
+def test_bfloat16_is_as_near_as_the_cpus(model: Small) -> None:
+    """Both round inputs of products to bfloat16; the sums differ in order alone. A prompt's rows,
+    and the rows of forks: units of many pairs and of few."""
+    tokens, tails = model.tokens(70), [model.tokens(3, seed=1), model.tokens(2, seed=2)]
+    found = []
+    for session in both(model, dtype="bfloat16"):
+        root = session.prefill(tokens)
+        found.append([root.logits, *(kid.logits for kid in root.fork(tails))])
+    for theirs, ours, tail in zip(*found, ([], *tails), strict=True):
+        exact = model.rounded.reference.logits([*tokens, *tail])
+        assert near(ours, exact, 2e-2)
+        assert np.abs(ours - exact).max() <= 2 * np.abs(theirs - exact).max()
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])

@@ -251,6 +251,23 @@ def test_a_short_prefix_is_read_by_each(workers: list[Worker]) -> None:
     assert work.n_partials == 0 and len(work.units) == 3
 
 
+@pytest.mark.parametrize("n, pays_from", [(8, 55), (2, 288)])
+def test_what_a_shared_prefix_must_save(n: int, pays_from: int, workers: list[Worker]) -> None:
+    """(n - 1) reads of its keys, against 256 and 4 for each of n rows times a group of 4."""
+    workers.append(Worker(1, (4, 1), (64, 128)))
+    flat, shared = (workers[0].cut(branches(k, [9] * n, 1)) for k in (pays_from - 1, pays_from))
+    assert flat.n_partials == 0 and flat.key_reads() == n * (pays_from + 8)
+    assert shared.n_partials == 2 * n and shared.key_reads() == pays_from + 9 * n
+
+
+def test_units_are_wide_where_narrow_ones_do_not_hold_a_panel(workers: list[Worker]) -> None:
+    """16 rows of a group of 4 are the 64 pairs of a narrow unit."""
+    workers.append(Worker(4, (4, 1), (64, 128)))
+    narrow, wide = (workers[0].cut([Span(0, n, list(range(8)))]) for n in (16, 17))
+    assert (narrow.wide, len(narrow.units)) == (False, 1)
+    assert (wide.wide, len(wide.units)) == (True, 1)
+
+
 def test_deep_tree_shares_each_level(workers: list[Worker]) -> None:
     """Two halves of eight branches part at 1024, all part at 2048; a short level is dissolved."""
     workers.append(Worker(pairs=(64, 64)))

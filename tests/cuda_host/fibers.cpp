@@ -35,7 +35,7 @@ constexpr size_t STACK = size_t(512) << 10;
 #else
 constexpr size_t STACK = size_t(64) << 10;
 #endif
-constexpr size_t PAGE = 4096, SHARED = size_t(227) << 10;
+constexpr size_t PAGE = 4096;
 constexpr size_t SHARED_BEFORE_ATTRIBUTE = size_t(48) << 10;
 constexpr size_t MOST = 1024; /* threads of a block */
 
@@ -142,7 +142,7 @@ std::vector<fiber> fibers;
 std::vector<std::vector<meeting>> warps;
 fiber *current;
 block running;
-alignas(128) unsigned char shared_memory[SHARED];
+alignas(128) unsigned char shared_memory[host::SHARED];
 
 void leave()
 {
@@ -242,7 +242,7 @@ void start_block(unsigned n_threads)
     running.shared.clear();
     running.shared_bytes = running.dynamic_bytes;
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_poison_memory_region(shared_memory, SHARED);
+    __asan_poison_memory_region(shared_memory, host::SHARED);
     __asan_unpoison_memory_region(shared_memory, running.dynamic_bytes);
 #endif
     poison(shared_memory, running.dynamic_bytes);
@@ -436,7 +436,7 @@ void *rk_host_shared(const void *key, size_t bytes)
     at += 16; /* a gap that nobody may touch */
 #endif
     running.shared_bytes = at + bytes;
-    if (running.shared_bytes > SHARED ||
+    if (running.shared_bytes > host::SHARED ||
         running.shared_bytes - running.dynamic_bytes >
             SHARED_BEFORE_ATTRIBUTE) {
         rk_host_fault("a block has more shared memory than there is");

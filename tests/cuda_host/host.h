@@ -14,6 +14,10 @@
 namespace host
 {
 
+/* Shared memory of a block, static and dynamic: the least that a supported GPU
+ * has (capabilities 8.6, 8.9 and 12.0; others have 163 or 227 KiB). */
+constexpr size_t SHARED = size_t(99) << 10;
+
 enum class order { forward, reverse, random };
 
 struct settings {

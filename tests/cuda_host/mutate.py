@@ -25,13 +25,15 @@ ROOT = HERE.parent.parent
 KERNELS = ROOT / "csrc" / "cuda"
 MUTANT = ROOT / "build" / "mutant"
 OPS, SESSIONS = "tests/test_cuda_ops.py", "tests/test_cuda_session.py"
-LEND = "tests/test_cuda_lend.py"
+LEND, WORK = "tests/test_cuda_lend.py", "tests/test_cuda_work.py"
 FIRST = {  # what a change of the file most likely breaks; all others come after it
     "attention": [OPS, "-k", "attention or tree"],
     "block": [OPS, "-k", "norm or answer or pick"],
+    "panels": [WORK],
     "pick": [OPS, "-k", "pick"],
     "pool": [LEND],
     "rows": [OPS, "-k", "not attention and not tree and not pick"],
+    "work": [WORK],
 }
 MEETINGS = re.compile(r"(?<!return )(?:__syncthreads|rk_copy_wait<\d>|__syncwarp)\(\);")
 
@@ -56,9 +58,17 @@ CHANGES = [
     Change("attention.cuh", "min(t.key_end, position + 1)", "min(t.key_end, position)"),
     Change("attention.cuh", "min(t.unit.key_end, t.unit.first_position + 1)", "t.unit.key_end"),
     Change("attention.cu", "at < t.key_end && chunk * 8", "at <= t.key_end && chunk * 8"),
+    Change("attention.cu", "i + S::STEP > t.full_end", "i + S::STEP > t.full_end + 1"),
     Change("attention_plain.cu", "min(KEYS, t.key_end - key)", "KEYS"),
     Change("attention_plain.cu", "nullptr && j < n", "nullptr && j <= n"),
     Change("step.c", "batch->positions, n, rows", "batch->positions, n - 1, rows"),
+    # an instance of the kernel that is not launched
+    *(
+        Change("attention.cu", f"launch<{size}>(a, stream)", "(void)stream")
+        for size in ("64, 1", "64, 2", "128, 1", "128, 2", "256, 1")
+    ),
+    # more shared memory than the smallest of the GPUs has
+    Change("attention.cu", "STAGES = 2;", "STAGES = 3;"),
     # merging: base, weights, order
     Change("attention.cuh", "exp2f(m - all)", "exp2f(all - m)"),
     Change("attention.cu", "max * LOG2_E", "max"),
@@ -69,6 +79,17 @@ CHANGES = [
     # a buffer that is used again too early, or a copy that comes too late
     Change("step.c", "cudaEventSynchronize, s->sent[s->turn]", "cudaGetLastError"),
     Change("step.c", "    send(dev);\n    cuda_graph *graph", "    cuda_graph *graph"),
+    Change("step.c", "    forget_graphs(dev); /*", "    /*"),
+    Change("device.c", "    wait(dev); /* `host`", "    /* `host`"),
+    # what was recorded comes before other work
+    *(
+        Change(
+            "device.c",
+            f"    cuda_play(dev);\n    CUDA_TRY(dev, {call}",
+            f"    CUDA_TRY(dev, {call}",
+        )
+        for call in ("cudaMemcpyAsync, block", "cudaMemsetAsync, block")
+    ),
     # memory on loan: its next user, its consumer, its contents
     Change("pool.c", "p->resting = resting;", "p->resting = resting && false;"),
     Change("pool.c", "cudaDeviceSynchronize() != cudaSuccess", "false"),
@@ -87,6 +108,8 @@ CHANGES = [
     Change("issue.c", "layer * dev->layer_bytes", "(layer & 0) * dev->layer_bytes"),
     Change("issue.c", "op->layer >= c->window_from", "op->layer > c->window_from"),
     Change("issue.c", "dev->qkv + queries + keys", "dev->qkv + queries"),
+    Change("work.c", "pairs > w->rule.narrow_pairs &&", "pairs >= w->rule.narrow_pairs &&"),
+    Change("work.c", "saved >= w->share_keys + 4 * n_rows", "saved >= w->share_keys + n_rows"),
 ]
 
 
@@ -119,7 +142,7 @@ def noticed(change: Change) -> str:
     if made.returncode:
         return "the compiler"
     first = FIRST.get(change.file.partition(".")[0].partition("_")[0], [SESSIONS])
-    for tests in (first, [OPS, SESSIONS, LEND]):
+    for tests in (first, [OPS, SESSIONS, LEND, WORK]):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         try:
             done = subprocess.run(

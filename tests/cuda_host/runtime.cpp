@@ -386,7 +386,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int)
     *value = attribute == cudaDevAttrComputeCapabilityMajor   ? options.major
              : attribute == cudaDevAttrComputeCapabilityMinor ? options.minor
              : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
-                 ? 227 << 10
+                 ? int(host::SHARED)
                  : 4; /* multiprocessors: few, so that loops go round */
     return cudaSuccess;
 }
@@ -742,7 +742,7 @@ cudaError_t rk_host_func_attribute(const void *kernel, cudaFuncAttribute,
                                    int value)
 {
     ENTER("cudaFuncSetAttribute");
-    if (value < 0 || value > 227 << 10) {
+    if (value < 0 || size_t(value) > host::SHARED) {
         return fail(cudaErrorInvalidValue, "cudaFuncSetAttribute",
                     "more shared memory than a block can have");
     }
