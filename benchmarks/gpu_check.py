@@ -33,6 +33,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -210,7 +211,8 @@ def memcheck(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tests(options: argparse.Namespace) -> dict[str, Any]:
-    """The tests of sessions on the device: the closing line and what failed."""
+    """The tests of sessions on the device, as far as the time goes: how many passed, what failed,
+    the closing line; "cut" where that was not all."""
     device = "cpu" if options.device == "cpu" else "cuda"
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short",
                "--device", device, "-m", "not oracle and not slow", "-p", "no:cacheprovider",
@@ -221,12 +223,23 @@ def tests(options: argparse.Namespace) -> dict[str, Any]:
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
         assert running.stdout is not None
+        end = threading.Timer(options.limit - LEAST, running.terminate)
+        end.start()
         for line in running.stdout:
             print(line, end="", flush=True)
             lines.append(line.strip())
-    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        end.cancel()
+    return {**outcome(lines), "cut": running.returncode == -signal.SIGTERM}
+
+
+def outcome(lines: list[str]) -> dict[str, Any]:
+    """What `pytest -v` printed, wherever it ended."""
+    found = [re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR)\b", line) for line in lines]
+    results = [(match[1], match[2]) for match in found if match]
+    failed = [name for name, result in results if result != "PASSED"]
     return {
-        "returncode": running.returncode, "summary": lines[-1] if lines else "", "failed": failed
+        "sound": bool(results) and not failed, "passed": len(results) - len(failed),
+        "failed": failed, "summary": lines[-1] if lines else "",
     }  # fmt: skip
 
 
@@ -637,7 +650,7 @@ PARTS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
     "rksc": (60, branching),
     "mechanisms": (60, mechanisms),
     "transformers": (60, transformers_branching),
-    "tests": (120, tests),
+    "tests": (150, tests),
     "memcheck": (60, memcheck),
 }
 """In the order in which they run: seconds that a part may take, and what it does: of one model
@@ -684,7 +697,8 @@ def apart(name: str, options: argparse.Namespace, limit: float) -> Any:
     result, log = options.json.with_suffix(".part"), options.json.with_suffix(".log")
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, name, "--device", options.device,
-               "--json", str(options.json), "--result", str(result)]  # fmt: skip
+               "--json", str(options.json), "--result", str(result),
+               "--limit", str(limit)]  # fmt: skip
     with log.open("ab") as out:
         out.write(f"\n== {name}\n".encode())
         out.flush()
@@ -755,6 +769,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["1B", "7B"])
     parser.add_argument("--no-build", action="store_true", help="rksc is built already")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # one part, in this process
+    parser.add_argument("--limit", type=float, default=600.0, help=argparse.SUPPRESS)  # seconds
     options = parser.parse_args()
     known = {"correct", "speed", *PARTS}
     if not all(name.partition(":")[0] in known for name in options.parts):

@@ -220,6 +220,18 @@ def test_a_part_within_a_part_counts(found: dict[str, Any], bad: bool) -> None:
     assert gpu_check.is_bad(found) is bad
 
 
+def test_tests_that_are_cut_short_tell_what_they_saw() -> None:
+    lines = [
+        "collecting ... collected 4 items", "tests/test_a.py::test_x[1 2] PASSED      [ 25%]",
+        "tests/test_a.py::test_y FAILED [ 50%]", "tests/test_a.py::test_z PASSED [ 75%]",
+    ]  # fmt: skip
+    found = gpu_check.outcome(lines)
+    assert (found["passed"], found["failed"]) == (2, ["tests/test_a.py::test_y"])
+    assert not found["sound"]
+    assert gpu_check.outcome(lines[:2])["sound"]
+    assert not gpu_check.outcome(["ERROR: no such file"])["sound"]
+
+
 @pytest.mark.oracle
 def test_the_script_runs_without_a_gpu(tmp_path: Path) -> None:
     """The parts that need torch alone, on a tiny model."""
