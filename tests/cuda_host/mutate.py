@@ -5,8 +5,9 @@
 Every barrier and every wait for an asynchronous copy of the kernels is taken out in turn, then
 each change of CHANGES is made. A copy of csrc with one change is built for the host runtime (only
 what includes it is compiled again), and the tests of ops and sessions run on it until one fails,
-those of the changed file first. A change that nobody notices is printed and makes the exit status
-1: a barrier that is not needed should go, or a test is missing.
+those of the changed file first; a crash, or a kernel that does not end, counts as a failure. A
+change that nobody notices is printed and makes the exit status 1: a barrier that is not needed
+should go, or a test is missing.
 """
 
 from __future__ import annotations
