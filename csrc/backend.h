@@ -149,7 +149,8 @@ typedef struct rk_ops {
     /* Can the device read this address? (If not, weights are uploaded.) */
     bool (*holds)(rk_device *dev, const void *memory);
     /* Lend a copy of what the ops so far have put into `src`; does not wait
-     * for them. NULL: the device's memory is the host's. */
+     * for them, unless lent memory that came back has to be waited for. NULL:
+     * the device's memory is the host's. */
     rk_status (*lend)(rk_device *dev, rk_lent **out, const void *src,
                       size_t bytes, rk_error *err);
 

@@ -89,8 +89,7 @@ rk_status rk_session_logits_at(rk_session *session, rk_branch *branch,
 rk_status rk_session_hidden(rk_session *session, rk_branch *branch,
                             float *hidden, rk_error *err);
 /* The same logits (layers: that residual stream) in memory of the device, which
- * belongs to whoever holds *out; does not wait for them. Where rk_ops.lend is
- * not NULL. */
+ * belongs to whoever holds *out: rk_ops.lend, where that is not NULL. */
 rk_status rk_session_lend(rk_session *session, rk_branch *branch, bool layers,
                           rk_lent **out, rk_error *err);
 /* Mean residual stream after each layer over positions [begin, end) of the

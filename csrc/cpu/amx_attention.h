@@ -139,7 +139,8 @@ static void tile_scores(float *scores, const char *q, const cpu_piece *piece,
 
 /* ---- softmax ------------------------------------------------------------- */
 
-/* 2^x for x <= 0, with an error of 1.5e-7 of it; 2^0 is 1. */
+/* 2^x for x <= 0, or above it by a rounding error, with an error of 1.5e-7 of
+ * it; 2^0 is 1. */
 INLINE vf exp2_below(vf x)
 {
     const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF); /* x - floor x */
@@ -173,8 +174,10 @@ largest_score(const float *scores, cpu_span use, int32_t n, bool whole)
 }
 
 /* The first n slots, whole groups, from scores to weights e^(scale (s - max)),
- * in two halves. High is cut, not rounded: then low is exact before its own
- * rounding. Returns their sum. */
+ * in two halves. One multiply-add gives the exponent, so that all weights and
+ * their sum share a factor of 1 + max scale 2^-24; scaled scores beyond 1e9,
+ * where that fails, are far from any model's. High is cut, not rounded: then
+ * low is exact before its own rounding. Returns their sum. */
 static inline __attribute__((always_inline)) float
 weigh_scores(float *scores, cpu_span use, int32_t n, float max, float scale,
              bool whole)

@@ -95,7 +95,7 @@ typedef struct cpu_kernels {
     /* bf16 products of at most so many rows take weights of block types */
     int32_t block_rows;
     /* n values of a block type, whole blocks, as act: the bits of
-     * rk_dequantize, then rk_to_bf16 */
+     * rk_dequantize, then rk_to_bf16 (of NaN, any) */
     void (*dequant[2])(void *out, const void *blocks, rk_type type, int32_t n);
     /* act row of n values from float32 */
     void (*convert[2])(void *out, const float *x, int32_t n);

@@ -397,6 +397,7 @@ static void few_rows_of_blocks(const cpu_product *job)
                                      TILE_BYTES, group_bytes, 64, false};
                 add_tiles(&w, &a, steps, n > SIDE ? 2 : 1,
                           job->m > SIDE ? 2 : 1, false);
+                BARRIER(); /* the block after the next goes where this was */
             }
         }
         put_tiles(job, 0, j, n);

@@ -407,14 +407,16 @@ static const rk_ops cuda_ops = {
 /* The blocks of the pool: the one large piece. */
 static rk_status make_kv(cuda_device *dev, rk_error *err)
 {
-    size_t bytes = SIZE_MAX;
-    if (!__builtin_mul_overflow((size_t)dev->block_bytes,
-                                (size_t)dev->extent.n_blocks, &bytes) &&
-        cuda_pool_take(dev->context->pool, (void **)&dev->kv, bytes) ==
-            cudaSuccess) {
-        return RK_OK;
+    size_t bytes;
+    if (__builtin_mul_overflow((size_t)dev->block_bytes,
+                               (size_t)dev->extent.n_blocks, &bytes)) {
+        return cuda_no_room("kv_bytes", SIZE_MAX, err);
     }
-    return cuda_no_room("kv_bytes", bytes, err);
+    cudaError_t code =
+        cuda_pool_take(dev->context->pool, (void **)&dev->kv, bytes);
+    return code == cudaErrorMemoryAllocation
+               ? cuda_no_room("kv_bytes", bytes, err)
+               : cuda_error(code, "cudaMalloc", err);
 }
 
 static int32_t max_partials(const cuda_device *dev)

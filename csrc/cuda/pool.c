@@ -203,8 +203,8 @@ static rk_status lent_await(rk_lent *base, uintptr_t stream, rk_error *err)
     return status;
 }
 
-/* No stream is asked for anything, so this never waits but for the pool's last
- * holder. */
+/* No stream is asked for anything, so this waits for the device only as the
+ * pool's last holder, or while another thread ends the pieces' rest. */
 static void lent_release(rk_lent *base)
 {
     cuda_lent *lent = (cuda_lent *)base;

@@ -186,8 +186,11 @@ int rk_lend_read(rk_lend_request *out, PyObject *args, PyObject *kwargs)
         return -1;
     }
     versioned = wants_versioned(version);
+    if (versioned < 0) {
+        return -1;
+    }
     copied = PyObject_IsTrue(copy); /* None and False: no */
-    if (versioned < 0 || copied < 0) {
+    if (copied < 0) {
         return -1;
     }
     out->versioned = versioned;
