@@ -10,11 +10,11 @@ speed    rates of the machine; attention alone as a fraction of them; decode ste
          transformers with a shared cache.
 
 Each part is a process of its own with a time limit, so none takes another along; any can be named
-alone ("steps:7B"). All parts of one JSON have --budget seconds together, also those of an earlier
-call: the most telling come first, one gets at most what is left, and "not_run" names those for
-which nothing was. Results are printed and written as one JSON, to which later parts add; what a
-part prints, a traceback or the tests' output, is in the .log beside it. Both lie in $OUT where that
-is set, else in build/.
+alone: "steps:7B", or "steps" for all --models. All parts of one JSON have --budget seconds
+together, also those of an earlier call: the most telling come first, one gets at most what is left,
+and "not_run" names those for which nothing was. Results are printed and written as one JSON, to
+which later parts add; what a part prints, a traceback or the tests' output, is in the .log beside
+it. Both lie in $OUT where that is set, else in build/.
 
 Needs nvcc, torch with CUDA, setuptools, pytest and hypothesis; transformers where it is installed.
 dlpack.h is torch's where neither apache-tvm-ffi nor RKSC_DLPACK_INCLUDE brings it. --device cpu
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -218,18 +219,24 @@ def tests(options: argparse.Namespace) -> dict[str, Any]:
                "--device", device, "-m", "not oracle and not slow", "-p", "no:cacheprovider",
                "tests/test_session.py", "tests/test_mechanisms.py",
                "tests/test_identities.py"]  # fmt: skip
+    return watched(command, options.limit - LEAST)
+
+
+def watched(command: list[str], seconds: float) -> dict[str, Any]:
+    """The outcome of a pytest that is ended after `seconds`; only then its status is no failure."""
     lines = []
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
         assert running.stdout is not None
-        end = threading.Timer(options.limit - LEAST, running.terminate)
+        end = threading.Timer(seconds, running.terminate)
         end.start()
         for line in running.stdout:
             print(line, end="", flush=True)
             lines.append(line.strip())
         end.cancel()
-    return {**outcome(lines), "cut": running.returncode == -signal.SIGTERM}
+    cut = running.returncode == -signal.SIGTERM
+    return {**outcome(lines), "cut": cut, "returncode": 0 if cut else running.returncode}
 
 
 def outcome(lines: list[str]) -> dict[str, Any]:
@@ -515,12 +522,12 @@ def branching(name: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for workload_name, shape in shapes(options).items():
         work = workload(config["vocab_size"], shape)
-        runs = []
+        session, runs = session_of(config, weights, options), []
         for _ in range(3):
-            session = session_of(config, weights, options)
-            outcome = shared(session, work)
-            runs.append({k: v.seconds for k, v in outcome.clock.phases.items()})
-            del session, outcome
+            clock = shared(session, work).clock  # the branches are gone
+            runs.append({k: v.seconds for k, v in clock.phases.items()})
+            session.invalidate()  # KV, not what was captured
+        del session, clock
         best = min(runs[1:], key=lambda phases: sum(phases.values()))
         found[workload_name] = {"best": best, "first": runs[0]}
     return found
@@ -580,6 +587,13 @@ def peer(model: Any, work: Any, options: argparse.Namespace) -> dict[str, float]
     return phases
 
 
+def step_bytes(config: dict[str, Any], weights: dict[str, Any]) -> int:
+    """Bytes of weights that a decode step reads; of an embedding that is not the head, some rows
+    alone, which do not count."""
+    unread = set() if config["tie_word_embeddings"] else {"model.embed_tokens.weight"}
+    return sum(w.nbytes for name, w in weights.items() if name not in unread)
+
+
 def steps(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One decode step for several numbers of branches and lengths of the shared prefix.
 
@@ -594,7 +608,6 @@ def steps(name: str, options: argparse.Namespace) -> dict[str, Any]:
     config = MODELS[name]
     parsed = ModelConfig.of({**COMMON, **config})
     weights = random_weights(config, options)
-    weight_bytes = sum(w.numel() * w.element_size() for w in weights.values())
     kv_bytes = 4 * parsed.n_layers * parsed.n_kv_heads * parsed.head_dim  # bf16, K and V
     tiny = options.device == "cpu"
     lengths, new = ((32, 64), 4) if tiny else ((64, 2048, 7000), 32)
@@ -615,7 +628,7 @@ def steps(name: str, options: argparse.Namespace) -> dict[str, Any]:
             root.drop()
         low, high = lengths[0], lengths[-1]
         slope = (seconds[high] - seconds[low]) / (high - low)
-        floor = weight_bytes / bandwidth
+        floor = step_bytes(config, weights) / bandwidth
         rows.append({
             "branches": branches, "seconds_per_step": seconds,
             "attention_bandwidth_fraction":
@@ -654,7 +667,7 @@ PARTS: dict[str, tuple[int, Callable[..., dict[str, Any]]]] = {
     "memcheck": (60, memcheck),
 }
 """In the order in which they run: seconds that a part may take, and what it does: of one model
-where "logits:7B" names it."""
+where it takes one, as "logits:7B" does."""
 
 LEAST = 5
 """Seconds with which it makes no sense to begin."""
@@ -668,7 +681,7 @@ def written(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """The parts by name, in order."""
+    """The parts by name, in order, each once; ValueError names what is none."""
     halves = {
         "correct": [
             *([] if options.no_build else ["build"]), "small", "memcheck", "tests",
@@ -682,9 +695,26 @@ def chosen(options: argparse.Namespace) -> list[str]:
             ),
         ],
     }  # fmt: skip
-    named = [part for name in options.parts for part in halves.get(name, [name])]
+    named = [
+        part
+        for name in options.parts
+        for part in halves.get(name) or of_models(name, options.models)
+    ]
     order = list(PARTS)
-    return sorted(named, key=lambda name: order.index(name.partition(":")[0]))
+    return sorted(dict.fromkeys(named), key=lambda name: order.index(name.partition(":")[0]))
+
+
+def of_models(name: str, models: list[str]) -> list[str]:
+    """The part, or where it is of a model and names none, that of each of the models."""
+    part, colon, model = name.partition(":")
+    if part not in PARTS:
+        raise ValueError(f"{name}: PART is correct, speed, or one of {', '.join(PARTS)}")
+    takes_model = "name" in inspect.signature(PARTS[part][1]).parameters
+    if colon and not takes_model:
+        raise ValueError(f"{name}: {part} takes no model")
+    if colon and model not in MODELS:
+        raise ValueError(f"{name}: its model is one of {', '.join(MODELS)}")
+    return [f"{part}:{m}" for m in models] if takes_model and not colon else [name]
 
 
 def left(budget: float, seconds: dict[str, float], names: list[str]) -> float:
@@ -732,26 +762,28 @@ def is_bad(found: dict[str, Any]) -> bool:
 
 
 def run(options: argparse.Namespace, names: list[str]) -> int:
-    """The parts, one after the other, into the JSON; 1 where one is bad."""
+    """The parts, one after the other, into the JSON; 1 where one is bad or none had time."""
     results = written(options)
     seconds = results.setdefault("seconds", {})
     budget = left(options.budget, seconds, names)
-    results["not_run"] = []
+    ran, late = [], []
+    earlier = [name for name in results.get("not_run", []) if name not in names]
     for name in names:
         start = time.perf_counter()
         limit = min(PARTS[name.partition(":")[0]][0], budget)
-        results.pop(name, None)
         if limit < LEAST:
-            results["not_run"].append(name)
+            late.append(name)  # what an earlier call found stays
         else:
+            ran.append(name)
             found = results[name] = apart(name, options, limit)
             print(f"{name}: {json.dumps(found)}", flush=True)
             seconds[name] = time.perf_counter() - start
             budget -= seconds[name]
+        results["not_run"] = earlier + late
         options.json.write_text(json.dumps(results, indent=1), "utf-8")
-    if results["not_run"]:
-        print(f"no time was left for: {', '.join(results['not_run'])}", flush=True)
-    return int(any(is_bad(results[name]) for name in names if name in results))
+    if late:
+        print(f"no time was left for: {', '.join(late)}", flush=True)
+    return int(not ran or any(is_bad(results[name]) for name in ran))
 
 
 def main() -> int:
@@ -771,10 +803,10 @@ def main() -> int:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # one part, in this process
     parser.add_argument("--limit", type=float, default=600.0, help=argparse.SUPPRESS)  # seconds
     options = parser.parse_args()
-    known = {"correct", "speed", *PARTS}
-    if not all(name.partition(":")[0] in known for name in options.parts):
-        parser.error(f"PART is correct, speed, or one of {', '.join(PARTS)}")
-    names = chosen(options)
+    try:
+        names = chosen(options)
+    except ValueError as error:
+        parser.error(str(error))
     if options.result:
         part, *model = names[0].split(":")
         found = PARTS[part][1](*model, options)

@@ -18,6 +18,7 @@ import contest
 import engines
 import gpu_check
 import mechanisms
+import numpy as np
 import pytest
 from contest import Contestant
 from model_files import TINY, random_weights, write_gguf
@@ -179,6 +180,35 @@ def test_parts_share_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert sum(found["seconds"].values()) == 100.0
     assert gpu_check.run(options, ["small"]) == 0  # again: its first time no longer counts
     assert given["small"] == 40.0
+    found = json.loads(options.json.read_text("utf-8"))
+    assert found["not_run"] == ["logits:1B", "tests"]  # not asked for this time
+
+
+def test_no_time_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A part that has no time keeps its earlier result, and a call that runs nothing fails."""
+    monkeypatch.setattr(gpu_check, "apart", lambda *_: pytest.fail("there is no time"))
+    options = gpu_options(tmp_path)
+    earlier = {"seconds": {"build": 99.0}, "small": {"sound": True}, "not_run": ["tests"]}
+    options.json.write_text(json.dumps(earlier), "utf-8")
+    assert gpu_check.run(options, ["small"]) == 1
+    found = json.loads(options.json.read_text("utf-8"))
+    assert found == {**earlier, "not_run": ["tests", "small"]}
+
+
+def test_parts_of_a_model(tmp_path: Path) -> None:
+    """One that names no model is that of all; each runs once."""
+    options = gpu_options(tmp_path, parts=["steps:tiny", "logits", "logits:7B", "small", "small"])
+    assert gpu_check.chosen(options) == ["small", "logits:1B", "logits:7B", "steps:tiny"]
+
+
+@pytest.mark.parametrize("part", ["small:7B", "correct:7B", "logits:", "logits:70B", "nothing"])
+def test_parts_that_are_none_are_named(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", part])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert f"error: {part}: " in capsys.readouterr().err
 
 
 def test_what_tells_most_comes_first(tmp_path: Path) -> None:
@@ -230,6 +260,24 @@ def test_tests_that_are_cut_short_tell_what_they_saw() -> None:
     assert not found["sound"]
     assert gpu_check.outcome(lines[:2])["sound"]
     assert not gpu_check.outcome(["ERROR: no such file"])["sound"]
+
+
+@pytest.mark.parametrize(
+    ("last", "cut"), [("os.abort()", False), ("sys.exit(3)", False), ("time.sleep(60)", True)]
+)
+def test_tests_that_crash_are_bad(last: str, cut: bool) -> None:
+    """What dies after a test has passed is bad; what had no more time is not."""
+    script = f"import os, sys, time; print('a.py::b PASSED', flush=True); {last}"
+    found = gpu_check.watched([sys.executable, "-c", script], 3.0)
+    assert (found["passed"], found["failed"], found["cut"]) == (1, [], cut)
+    assert gpu_check.is_bad(found) is not cut
+
+
+def test_a_step_reads_an_embedding_only_as_the_head() -> None:
+    weights = {"model.embed_tokens.weight": np.zeros(8, "i2"), "lm_head.weight": np.zeros(4, "i2")}
+    assert gpu_check.step_bytes({"tie_word_embeddings": False}, weights) == 8
+    tied = {"model.embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    assert gpu_check.step_bytes({"tie_word_embeddings": True}, tied) == 16
 
 
 @pytest.mark.oracle
