@@ -25,6 +25,7 @@ from rksc import ASKS, CGEE, Model, Tensor, calibrate, calibrate_cgee, is_reword
 from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report, runner, stats
 from rksc.experiments import command as command_module
 from rksc.experiments import tasks as task_module
+from rksc.experiments.accuracy import shown as accuracy_shown
 from rksc.experiments.cgee import _against_contenders, _baselines, _layers, _settles
 from rksc.experiments.decomposition import _findings as decomposition_findings
 from rksc.experiments.eviction import _findings as eviction_findings
@@ -43,7 +44,7 @@ from rksc.experiments.fitting import (
 from rksc.experiments.fitting import report as gate_report
 from rksc.experiments.measure import LENSES, answers, centres, difference, wordings
 from rksc.experiments.replay import Lenses, judge, majority, select, sigma
-from rksc.experiments.rewording import Wording, _acceptance
+from rksc.experiments.rewording import Wording, _acceptance, _reached
 from rksc.experiments.runner import Bench, Log
 from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
 from rksc.prompts import Wordings
@@ -118,6 +119,8 @@ def test_the_median_lies_between_two_values() -> None:
     assert stats.median_interval(np.arange(6)) == (0, 5)
     assert all(math.isnan(v) for v in stats.median_interval(np.arange(5)))
     assert all(math.isnan(v) for v in stats.median_interval([]))
+    low, high = stats.median_interval(np.arange(2000))  # sqrt(2000) on both sides of the middle
+    assert low == 1999 - high and high - low == pytest.approx(1.96 * math.sqrt(2000), abs=2)
 
 
 def test_a_paired_difference_has_a_width_where_nothing_differs() -> None:
@@ -150,6 +153,9 @@ def test_what_may_be_said() -> None:
     assert stats.above(2, 0, 36) is None and stats.above(0, -1, 36) is False
     assert stats.below(0, 1, 36, 1) is True and stats.below(0, 2, 36, 1) is None
     assert stats.below(2, 3, 5, 1) is False and stats.below(NAN, 1, 0, 1) is None
+    assert stats.higher(5, 4, 2, 3, 6) is True and stats.higher(2, 1, 2, 3, 6) is False
+    assert stats.higher(5, 2, 2, 3, 6) is None and stats.higher(5, 4, 2, 3, 5) is None
+    assert stats.higher(2.5, 2, 2, 3, 36) is None  # inside the other's interval
     assert stats.every(True, None) is None and stats.every(None, False) is False
     assert stats.every(True, True) is True
     for limit in (0.01, 0.05):
@@ -188,9 +194,10 @@ def test_what_is_said_twice_is_no_more_certain() -> None:
     once = stats.rate(flags)
     alone = stats.rate(flags, groups=range(7))
     assert (alone.low, alone.high) == pytest.approx((once.low, once.high))
+    # by hand: of 21 as independent flags p q / 20, of seven questions 7 / 6 * p q / 7
     three = stats.rate(flags * 3, groups=list(range(7)) * 3)
-    assert (three.k, three.n) == (12, 21)
-    assert (three.low, three.high) == pytest.approx((once.low, once.high))
+    assert (three.k, three.n, three.effective) == (12, 21, pytest.approx(6.3))
+    assert three.low == pytest.approx(stats.wilson(6.3 * 4 / 7, 6.3)[0])
     # within a group as different as between groups: nothing is lost
     even = stats.rate([True, False] * 5, groups=[i // 2 for i in range(10)])
     assert (even.low, even.high) == stats.wilson(5, 10)
@@ -570,6 +577,11 @@ def test_ray_gives_the_same_results(smollm2: Model) -> None:
 def test_a_lab_checks_its_settings(small: Model) -> None:
     with pytest.raises(ValueError, match="n_workers must be"):
         lab_of(small, n_workers=0)
+    for n in (1, 2.0, True):
+        with pytest.raises(ValueError, match="n must be"):
+            lab_of(small, n=n)
+    lab = lab_of(small, n=np.int64(3), n_workers=np.int32(1))
+    assert type(lab.size(12, None)) is int and lab.n == 3 and type(lab.n_workers) is int
     with pytest.raises(ValueError, match="by its path"):
         lab_of(small, n_workers=2)
     with pytest.raises(ValueError, match="its own quick"):
@@ -911,7 +923,7 @@ def test_level_2_must_surely_pay() -> None:
     problems = [p if p.group == min(first) else replace(p, lenses=dict.fromkeys(LENSES, blind))
                 for p in problems]  # fmt: skip
     found = fit_cgee(problems, 0.0, {"answer": 0.0, "full": 0.0})
-    assert found.cgee.lens is None and "shows no saving" in found.says
+    assert found.cgee.lens is None and "no sure saving" in found.says
 
 
 def test_the_held_out_half_only_measures() -> None:
@@ -967,7 +979,9 @@ def test_calibrate_on_a_model(data: Path, small: Model) -> None:
     session = small.session(asks=found.asks, dtype="float32")
     assert session.asks is found.asks
     plain = [
-        (f"th {i}", own, same) for i in range(4) for own, same in (("e", True), ("the", False))
+        (f"th {i}", own, same)
+        for i in range(4)
+        for own, same in (("e", np.bool_(True)), ("the", np.bool_(False)))
     ]
     found = calibrate(small, plain, 0.0, guards=(None,), progress=False, engine=dict(ENGINE))
     assert (found.same.n, found.other.n) == (2, 2)
@@ -1076,6 +1090,25 @@ def test_kinds_without_pairs_are_no_failure(tmp_path: Path, small: Model) -> Non
     assert not any("None" in finding.text or "nan" in finding.text for finding in table.findings)
 
 
+@pytest.mark.parametrize("answers_of", [None, ("", "")])
+def test_accuracy_does_without_rewordings(
+    tmp_path: Path, small: Model, answers_of: tuple[str, ...] | None
+) -> None:
+    """The file is missing, or no question in it has an answer to be right about."""
+    write(tmp_path, "gsm8k", [
+        {"id": f"g{i}", "question": f"th {i} abc", "answer": str(i)} for i in range(2)
+    ])  # fmt: skip
+    if answers_of is not None:
+        write(tmp_path, "rewordings", [
+            {"gsm8k_id": f"q{i}", "question": f"{i} th abc", "reworded": f"e {i}", "answer": answer}
+            for i, answer in enumerate(answers_of)
+        ])  # fmt: skip
+    table = EXPERIMENTS["accuracy"](lab_of(small, quick=True, n=2, data=tmp_path))
+    assert set(table.column("set")) == {"gsm8k", "all"} and table.meta["sets"] == {"gsm8k": 2}
+    assert not any("reworded" in f.text or "nan" in f.text for f in table.findings)
+    assert len(accuracy_shown(table)) == 1
+
+
 def test_what_a_guard_lets_through_is_no_sample() -> None:
     """Of three pairs one passed a guard and was probed, and all of a question probed in full."""
 
@@ -1090,11 +1123,28 @@ def test_what_a_guard_lets_through_is_no_sample() -> None:
 
     probed = [wording("full", 0.9, True), wording("full", 0.1, True)]
     selected = wording("part", 0.9, False)
-    assert _acceptance([*probed, selected], decide)[-1] == 3
+    assert _acceptance([*probed, selected], decide)[-2:] == (3, 2)
     with_hole = [*probed, selected, wording("part", None, False)]
-    accepted, *_, reused, over, n = _acceptance(with_hole, decide)
-    assert (accepted, reused, over, n) == (50.0, 60.0, 40.0, 2)
-    assert _acceptance(with_hole[2:], decide) == (None,) * 5 + (0,)
+    accepted, *_, reused, over, n, questions = _acceptance(with_hole, decide)
+    assert (accepted, reused, over, n, questions) == (50.0, 60.0, 40.0, 2, 1)
+    assert _acceptance(with_hole[2:], decide) == (None,) * 5 + (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "accepted", "questions", "good"),
+    [
+        (task_module.REWORDING, 70.0, 6, True),
+        (task_module.REWORDING, 70.0, 5, None),
+        (task_module.REWORDING, 60.0, 5, False),
+        (task_module.UNRELATED, 0.0, 5, None),
+        (task_module.UNRELATED, 2.0, 80, False),
+    ],
+)
+def test_few_questions_neither_reach_nor_miss(
+    kind: str, accepted: float, questions: int, good: bool | None
+) -> None:
+    row = {"kind": kind, "accepted": accepted, "pairs": 80, "questions": questions}
+    assert _reached(row) is good
 
 
 def grown(fits: bool, computed: int = 0, seconds: float = 1.0) -> dict[str, Any]:
@@ -1109,7 +1159,8 @@ def test_orders_are_compared_on_trees_that_fit_under_both() -> None:
     assert table.rows[0][-1] == 1 and math.isnan(table.rows[0][2])  # of one there is no interval
     everything = Table("eviction", "", (Column("recomputed"), Column("same winner")), [])
     everything.also["paired"] = table
-    assert [f.good for f in eviction_findings(everything)] == [True, None]
+    found = eviction_findings(everything)
+    assert [f.good for f in found] == [True, None] and "nan" not in found[1].text
     for n, good in ((6, True), (5, None)):  # fewer are too few for a verdict
         ours, recent = [grown(True, i) for i in range(n)], [grown(True, 9 + i) for i in range(n)]
         everything.also["paired"] = _paired([0.5], [*ours, *recent], ours, {})
@@ -1146,6 +1197,12 @@ def test_a_lens_that_says_the_same_of_all_knows_nothing() -> None:
         assert layers.column("decides as at the end")[0] == (100 if good else 50)
         found = _settles(layers.dicts(), 40)
         assert found.good is good and ("after 0 of" if good else "after 7 of") in found.text
+        assert "area under the curve" in found.text
+    scores[:] = 0.9  # nothing to rank
+    verified = [replace(v, scores=scores, lenses=dict.fromkeys(
+        LENSES, Lenses(np.full((4, 8), 0.1), np.full((4, 8), 0.9)))) for v in verified]  # fmt: skip
+    found = _settles(_layers(verified, {}).dicts(), 40)
+    assert "nan" not in found.text and "area under the curve" not in found.text
 
 
 def test_a_preset_is_held_against_contenders_alone(

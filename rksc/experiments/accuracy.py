@@ -34,7 +34,8 @@ Choice = tuple[str, bool]  # an answer, and whether it is right
 def accuracy(model: Model | str | Path | Lab, **options: Any) -> Table:
     """Right answers of each way to answer, per data set and over all, against full verification.
 
-    In the set `reworded` branches ask in other words, on their own KV and as ASKS lets them share.
+    In the set `reworded` branches ask in other words, on their own KV and as ASKS lets them share;
+    it is left out where the data have no rewordings with an answer.
     """
     lab = Lab.of(model, options)
     sets, results = answered(lab)
@@ -44,7 +45,7 @@ def accuracy(model: Model | str | Path | Lab, **options: Any) -> Table:
     ways, best = _ways([*results, *own]), _best(shared)
     sharing = {SHARED: best[FULL], f"{SHARED} and CGEE()": best["best of n, CGEE()"]}
     rows: list[tuple[Any, ...]] = []
-    for name in [*_counts(sets), "all", REWORDED]:
+    for name in [*_counts(sets), "all", *dict.fromkeys([REWORDED] * len(own))]:
         picked = [i for i, n in enumerate(names) if name in (n, "all")]
         full = [ways[FULL][i] for i in picked]
         for way, chosen in ways.items():
@@ -59,10 +60,10 @@ def accuracy(model: Model | str | Path | Lab, **options: Any) -> Table:
         Column("other answer than full", "%"), Column("other low", "%"), Column("other high", "%"),
         Column("problems"),
     )  # fmt: skip
-    meta = lab.meta(
-        n_branches=N_BRANCHES, sets=_counts(sets) | {REWORDED: len(own)},
-        branches_shared=100 * mean_of([a for r in shared for a in r["approximate"]]),
-    )  # fmt: skip
+    meta = lab.meta(n_branches=N_BRANCHES, sets=_counts(sets))
+    if own:
+        meta["sets"][REWORDED] = len(own)
+        meta["branches_shared"] = 100 * mean_of([a for r in shared for a in r["approximate"]])
     table = Table("accuracy", "Task accuracy, paired on the same problems", columns, rows, meta)
     table.findings.extend(_findings(table))
     return table
@@ -71,7 +72,10 @@ def accuracy(model: Model | str | Path | Lab, **options: Any) -> Table:
 def _reworded(lab: Lab) -> tuple[list[Result], list[Result]]:
     """Reworded questions, answered by branches on their own KV and by branches that may share."""
     asked, centre = reworded_problems(lab.folder, lab.size(12, None), lab.seed)
-    items = [{**answer_item(lab, problem), "others": others} for problem, others in asked]
+    items = [
+        {**answer_item(lab, problem), "others": others}
+        for problem, others in asked if problem.answer
+    ]  # fmt: skip
     return (lab.measure(answers, items, together=TOGETHER),
             lab.measure(answers, [{**item, "centre": centre} for item in items],
                         together=TOGETHER))  # fmt: skip
@@ -130,7 +134,9 @@ def _findings(table: Table) -> list[Finding]:
         ))  # fmt: skip
     reworded = {row["way"]: row for row in table.where(set=REWORDED).dicts()}
     shortcuts = [(name, rows[f"best of n, {name}"]) for name in PRESETS]
-    for name, row in [*shortcuts, ("ASKS on reworded questions", reworded[SHARED])]:
+    if reworded:
+        shortcuts.append(("ASKS on reworded questions", reworded[SHARED]))
+    for name, row in shortcuts:
         found.append(Finding(
             f"{name}: another answer in {row['other answer than full']:.0f} % "
             f"[{row['other low']:.0f}, {row['other high']:.0f}], accuracy "
@@ -150,7 +156,8 @@ def _findings(table: Table) -> list[Finding]:
 
 def shown(table: Table) -> list[Table]:
     """All sets together, and the one where ASKS decides."""
-    return [table.where(set="all"), table.where(set=REWORDED)]
+    parts = [table.where(set="all"), table.where(set=REWORDED)]
+    return [part for part in parts if len(part)]
 
 
 def draw(figure: Figure, table: Table) -> None:

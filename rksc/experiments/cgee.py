@@ -303,18 +303,24 @@ def _settles(layers: Sequence[dict[str, Any]], n: Any) -> Finding:
     constant = max(last["says YES"], 100 - last["says YES"])
     best = max(inner, key=lambda r: r["decides as at the end"])
     alike = sum(r["says YES"] in (0, 100) for r in inner)
-    area = max(inner, key=lambda r: r[_AREA])
     middle = layers[len(layers) // 2 - 1]
+    ranks = ""  # where all final verdicts are one there is nothing to rank
+    if 0 < last["says YES"] < 100:
+        area = max(inner, key=lambda r: r[_AREA])
+        ranks = (
+            "Its score ranks YES above NO with an area under the curve of "
+            f"{middle[_AREA]:.2f} after layer {middle['layer']} and {area[_AREA]:.2f} at most, "
+            f"after layer {area['layer']}. "
+        )
     nine = next(r["layer"] for r in layers if r["winner as at the end"] >= 90)
     return Finding(
         f"One and the same answer for all branches would agree with {constant:.1f} % of the final "
         f"YES or NO. Before the last layer the answer lens agrees with "
         f"{best['decides as at the end']:.1f} % [{best['decides low']:.1f}, "
         f"{best['decides high']:.1f}] at most; after {alike} of these {len(inner)} layers it gives "
-        "all branches one verdict. Its score ranks YES above NO with an area under the curve of "
-        f"{middle[_AREA]:.2f} after layer {middle['layer']} and {area[_AREA]:.2f} at most, after "
-        f"layer {area['layer']}. The winner seen after layer {middle['layer']} is the final one in "
-        f"{middle['winner as at the end']:.0f} % of problems [{middle['winner low']:.0f}, "
+        f"all branches one verdict. {ranks}The winner seen after layer {middle['layer']} is the "
+        f"final one in {middle['winner as at the end']:.0f} % of problems "
+        f"[{middle['winner low']:.0f}, "
         f"{middle['winner high']:.0f}], n = {n}; 90 % are reached after layer {nine} of "
         f"{len(layers)}.",
         every(above(best["decides as at the end"], best["decides low"], n, constant),

@@ -184,12 +184,14 @@ def _findings(table: Table) -> list[Finding]:
     )]  # fmt: skip
     for pair in table.also["paired"].dicts():
         fewer = pair["fewer recomputed by RSBCM"]
+        by = fast = ""  # one tree has no interval
+        if pair["trees"] > 1:
+            by = f" (fewer by [{pair['low']:,.0f}, {pair['high']:,.0f}])"
+            fast = f" [{pair['speed-up low']:.2f}, {pair['speed-up high']:.2f}]"
         found.append(Finding(
             f"At {pair['budget']:.0%} of the peak RSBCM recomputes {abs(fewer):,.0f} tokens a tree "
-            f"{'fewer' if fewer >= 0 else 'more'} than least recently used (fewer by "
-            f"[{pair['low']:,.0f}, {pair['high']:,.0f}]) and is {pair['speed-up']:.2f} times as "
-            f"fast [{pair['speed-up low']:.2f}, {pair['speed-up high']:.2f}]; paired, n = "
-            f"{pair['trees']} trees.",
+            f"{'fewer' if fewer >= 0 else 'more'} than least recently used{by} and is "
+            f"{pair['speed-up']:.2f} times as fast{fast}; paired, n = {pair['trees']} trees.",
             above(fewer, pair["low"], pair["trees"]),
         ))  # fmt: skip
     return found

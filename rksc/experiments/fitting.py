@@ -19,7 +19,7 @@ from ..options import ASKS, CGEE
 from .measure import n_layers_of, wordings
 from .replay import Judged, Lenses, judge, select, sigma
 from .runner import Lab
-from .stats import Rate, above, below, halves, jackknife, needed, rate
+from .stats import LEVEL, Rate, above, below, halves, jackknife, needed, rate
 from .tasks import Pair, Problem
 
 GIVE_UP = 0.03
@@ -95,9 +95,9 @@ def as_pair(pair: Pair | tuple[str, str, bool]) -> Pair:
         root, own, same = pair
     except (TypeError, ValueError):
         raise ValueError(f"pairs: {pair!r} is not (text, other wording, same)") from None
-    if not isinstance(root, str) or not isinstance(own, str) or not isinstance(same, bool):
+    if not isinstance(root, str) or not isinstance(own, str) or not _is_label(same):
         raise ValueError(f"pairs: {pair!r} is not (text, other wording, same)")
-    return Pair(root, "same meaning" if same else "other meaning", root, own, same)
+    return Pair(root, "same meaning" if same else "other meaning", root, own, bool(same))
 
 
 def as_problem(problem: Problem | tuple[str, str]) -> Problem:
@@ -106,6 +106,10 @@ def as_problem(problem: Problem | tuple[str, str]) -> Problem:
     if isinstance(problem, str) or len(problem) != 2 or not all(map(_is_text, problem)):
         raise ValueError(f"problems: {problem!r} is not (question, answer)")
     return Problem(problem[0], *problem)
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_))
 
 
 def _is_text(value: Any) -> bool:
@@ -456,4 +460,7 @@ def _say_cgee(
         )
     if deeper is None:
         return says + "Level 2 is off: no threshold keeps the wanted rate of changed winners."
-    return says + "Level 2 is off: where settings were chosen it shows no saving beyond its lens."
+    return (
+        f"{says}Level 2 is off: where settings were chosen it shows no sure saving beyond its lens "
+        f"({LEVEL:.0%})."
+    )

@@ -21,7 +21,19 @@ from .measure import POSITIONS, continuations, mean_of
 from .plots import bars, errorbars
 from .replay import sigma
 from .runner import Lab
-from .stats import FEWEST, Rate, above, auc, below, halves, median_interval, needed, rate
+from .stats import (
+    FEWEST,
+    Rate,
+    above,
+    auc,
+    below,
+    every,
+    halves,
+    higher,
+    median_interval,
+    needed,
+    rate,
+)
 from .table import Column, Finding, Table, signed
 from .tasks import (
     ADDED,
@@ -86,7 +98,7 @@ def rewording(model: Model | str | Path | Lab, **options: Any) -> Table:
     columns = (
         Column("gate"), Column("kind"), Column("accepted", "%"), Column("low", "%"),
         Column("high", "%"), Column("tokens reused", "%"), Column("over exact", "points"),
-        Column("pairs"),
+        Column("pairs"), Column("questions"),
     )  # fmt: skip
     meta = lab.meta(
         questions={"calibrated on": len(first), "measured on": len({w.pair.group for w in held})},
@@ -164,7 +176,8 @@ def _acceptance(
         exact = sum(w.common or 0 for w in sized)
         kept = sum((w.tokens if decide(w) else w.common) or 0 for w in sized)
         reused, over = 100 * kept / total, 100 * (kept - exact) / total
-    return *(_rate(r) if r.n else (None,) * 3), reused, over, r.n
+    n_questions = len({w.pair.group for w in decided})
+    return *(_rate(r) if r.n else (None,) * 3), reused, over, r.n, n_questions
 
 
 def _sample(pairs: Sequence[Wording], known: Callable[[Wording], bool]) -> list[Wording]:
@@ -290,6 +303,7 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
         found.append(Finding("No gate keeps the wanted rate of false acceptance.", False))
     else:
         measured = {kind: rows["calibrated", kind] for kind in WANTED}
+        reached = [_reached(row) for row in measured.values() if row["pairs"]]
         found.append(Finding(
             f"Calibrated on {len(first)} questions (guard {gate.guard!r}, pool {gate.pool!r}, "
             f"{gate.probe_layers} layers, alpha {gate.alpha:g}, tau {gate.tau:.3f}), the gate "
@@ -297,7 +311,7 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
             "three, 3 % of removed facts, 8 % of added operations, at least 65 % of rewordings: "
             "these are judged by the rates themselves; to have the interval below 1 % takes "
             f"{needed(0.01)} questions.",
-            all(_reached(row) for row in measured.values()),
+            every(*reached) if reached else None,
         ))  # fmt: skip
         saved = rows["calibrated", REWORDING]
         if saved["over exact"] is not None:
@@ -305,15 +319,16 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
                 f"On true rewordings that is {signed(saved['over exact'])} points of prompt tokens "
                 f"reused over exact caching ({saved['tokens reused']:.1f} %), n = "
                 f"{saved['pairs']}.",
-                above(saved["over exact"], saved["low"], saved["pairs"]),  # some are accepted
+                above(saved["over exact"], saved["low"], saved["questions"]),  # some are accepted
             ))  # fmt: skip
     plain, near = rows["default (numbers guard)", TURNED], rows["calibrated", TURNED]
     inside = rows["calibrated", TURNED_REWORDING]
     if plain["pairs"] and near["pairs"] and inside["pairs"]:
+        stopped = _at_most(inside, 5)
         found.append(Finding(
             "One word turned round in an otherwise equal text: the number guard alone lets share "
             f"{_of(plain)}; the calibrated gate {_of(near)}. Turned round within a rewording, "
-            f"{_of(inside)} share: nothing tried notices that.", _at_most(inside, 5),
+            f"{_of(inside)} share: {_NOTICED[stopped]}.", stopped,
         ))  # fmt: skip
     follow = {r["kind"]: r for r in table.also["continuation"].dicts()}
     if REWORDING not in follow:
@@ -326,16 +341,24 @@ def _findings(table: Table, gate: Gate | None, first: set[str]) -> list[Finding]
         f"{other['answer']} and the chosen branch in {other['winner']}; other draws of the same "
         f"wording change the answer in {draws['answer']} and the branch in {draws['winner']}, n = "
         f"{true['pairs']}.",
-        above(again["other answer"], again["answer low"], true["pairs"], true["answer high"]),
+        higher(again["other answer"], again["answer low"], true["other answer"],
+               true["answer high"], true["pairs"]),
     ))  # fmt: skip
     number = follow.get(NUMBER_CHANGED)
     if number is not None and None not in (number["median KL"], true["median KL"]):
+        shows = higher(number["median KL"], number["KL low"], true["median KL"], true["KL high"],
+                       number["pairs"])  # fmt: skip
         found.append(Finding(
-            "Divergence does not show the damage: in the median over pairs "
-            f"{_nats(number)} for a changed number, {_nats(true)} for a true rewording.",
-            above(number["median KL"], number["KL low"], number["pairs"], true["KL high"]),
+            f"{_DAMAGE[shows]}: in the median over pairs {_nats(number)} for a changed number, "
+            f"{_nats(true)} for a true rewording.", shows,
         ))  # fmt: skip
     return found
+
+
+_NOTICED = {True: "the gate notices that", False: "the gate does not notice that",
+            None: "too few to tell whether the gate notices that"}  # fmt: skip
+_DAMAGE = {True: "Divergence shows the damage", False: "Divergence does not show the damage",
+          None: "Divergence may show the damage, or chance"}  # fmt: skip
 
 
 def _said(rows: dict[str, dict[str, Any]], *kinds: str) -> str:
@@ -357,16 +380,14 @@ def _nats(row: dict[str, Any]) -> str:
 
 
 def _at_most(row: dict[str, Any], limit: float) -> bool | None:
-    return below(row["accepted"], row["high"], row["pairs"], limit) if row["pairs"] else None
+    return below(row["accepted"], row["high"], row["questions"], limit) if row["pairs"] else None
 
 
-def _reached(row: dict[str, Any]) -> bool:
-    if row["pairs"] < FEWEST:
-        return False
+def _reached(row: dict[str, Any]) -> bool | None:
+    """The rate itself is as wanted; None: it is, of fewer than FEWEST questions."""
     wanted = WANTED[row["kind"]]
-    return bool(
-        row["accepted"] >= wanted if row["kind"] == REWORDING else row["accepted"] <= wanted
-    )
+    met = row["accepted"] >= wanted if row["kind"] == REWORDING else row["accepted"] <= wanted
+    return (True if row["questions"] >= FEWEST else None) if met else False
 
 
 def shown(table: Table) -> list[Table]:

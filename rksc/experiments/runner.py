@@ -29,6 +29,7 @@ from .. import _core
 from ..demo import best_dtype
 from ..load import Model, load
 from ..progress import Progress
+from ..scalars import as_int
 from ..session import BranchSession
 from .tasks import find_data
 
@@ -100,10 +101,13 @@ class Lab:
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n_workers, int) or self.n_workers < 1:
+        n_workers, n = as_int(self.n_workers), as_int(self.n)
+        if n_workers is None or n_workers < 1:
             raise ValueError(f"n_workers must be an int >= 1, got {self.n_workers!r}")
-        if self.n is not None and (not isinstance(self.n, int) or self.n < 2):
+        if self.n is not None and (n is None or n < 2):
             raise ValueError(f"n must be None or an int >= 2, got {self.n!r}")
+        object.__setattr__(self, "n_workers", n_workers)
+        object.__setattr__(self, "n", n)
         if (self.n_workers > 1 or self.ray) and self._path is None:
             raise ValueError("n_workers, ray: workers load the model by its path; this has none")
         object.__setattr__(self, "engine", {"dtype": best_dtype(), **self.engine})

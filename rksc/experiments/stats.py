@@ -60,19 +60,23 @@ def rate(flags: Sequence[bool] | NDArray[np.bool_], groups: ArrayLike | None = N
     one question are not independent.
 
     The interval is then Wilson's for n / d, d the design effect: the variance of the rate over
-    questions against that of as many independent flags (Kish, 1965). Where all flags are equal, or
-    all of one question, it cannot be estimated, and a question counts once.
+    questions against that of as many independent flags (Kish, 1965), both estimated without bias,
+    so that d is 1 where each question has one flag. Where all flags are equal, or all of one
+    question, it cannot be estimated, and a question counts once.
     """
     k, n = int(np.count_nonzero(flags)), len(flags)
     if groups is None or n == 0:
         return Rate(k, n)
     of = np.unique(groups, return_inverse=True)[1]
     sizes = np.bincount(of)
-    if k in (0, n) or len(sizes) == 1:
-        return Rate(k, n, float(len(sizes)))
+    n_groups = len(sizes)
+    if k in (0, n) or n_groups == 1:
+        return Rate(k, n, float(n_groups))
     p = k / n
-    spread = float(np.sum((np.bincount(of, np.asarray(flags, float)) - p * sizes) ** 2))
-    return Rate(k, n, min(float(n), n * n * p * (1 - p) / spread) if spread else float(n))
+    between = float(np.sum((np.bincount(of, np.asarray(flags, float)) - p * sizes) ** 2))
+    spread = between * n_groups / (n_groups - 1)
+    alone = n * p * (1 - p) * n / (n - 1)
+    return Rate(k, n, min(float(n), n * alone / spread) if spread else float(n))
 
 
 def wilson(k: float, n: float, level: float = LEVEL) -> tuple[float, float]:
@@ -171,10 +175,11 @@ def median_interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, flo
     (NaN, NaN) for fewer than six values, which cannot have one of 95 %.
     """
     rows = np.sort(np.asarray(values, float))
-    n, rank, tail = len(rows), 0, 0.5 ** len(rows)
-    while tail <= (1 - level) / 2:  # the chance that at most `rank` values lie below the median
+    n, rank, tail = len(rows), 0, 1
+    # the chance that at most `rank` values lie below the median, in integers: 2^n is no double
+    while tail / 2**n <= (1 - level) / 2:
         rank += 1
-        tail += math.comb(n, rank) * 0.5**n
+        tail += math.comb(n, rank)
     return (float(rows[rank - 1]), float(rows[n - rank])) if rank else (math.nan, math.nan)
 
 
@@ -196,6 +201,12 @@ def below(value: float, high: float, n: int, limit: float) -> bool | None:
     if value > limit:
         return False
     return True if high <= limit and n >= FEWEST else None
+
+
+def higher(value: float, low: float, than: float, high: float, n: int) -> bool | None:
+    """That something is more than another that is measured too, whose interval ends at `high`:
+    False where it was not, None where the intervals, or fewer than FEWEST, leave it open."""
+    return False if value <= than else above(value, low, n, high) or None
 
 
 def every(*verdicts: bool | None) -> bool | None:

@@ -108,13 +108,16 @@ def examples(folder: Path, name: str, n: int) -> str:
     return "Solve the problem, as in these examples.\n\n" + "\n\n".join(parts)
 
 
+_REWORDINGS = "rewordings.jsonl"
+
+
 def wording_pairs(folder: Path, n: int | None = None, seed: int = 0) -> dict[str, list[Pair]]:
     """Pairs by question (n random ones; None: all) from rewordings and near-duplicates.
 
     Beside what the files hold: the question with one word turned round (`turned`), a
     rewording with one word turned round, and another question of the same of `halves`.
     """
-    path = folder / "rewordings.jsonl"
+    path = folder / _REWORDINGS
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file; see data/README.md")
     rows = {str(row["gsm8k_id"]): row for row in _rows(path)}
@@ -140,7 +143,9 @@ def reworded_problems(
     folder: Path, n: int | None = None, seed: int = 0
 ) -> tuple[list[tuple[Problem, list[str]]], list[str]]:
     """n problems of the second of `halves` with their rewordings, and the questions of the first
-    half that a centre is made from."""
+    half that a centre is made from. Nothing where the folder lacks `rewordings.jsonl`."""
+    if not (folder / _REWORDINGS).is_file():
+        return [], []
     by_group = wording_pairs(folder, None, seed)
     first, second = halves(list(by_group), seed)
     known = wording_answers(folder)
@@ -154,7 +159,7 @@ def reworded_problems(
 
 def wording_answers(folder: Path) -> dict[str, str]:
     """The answers of the questions of `wording_pairs`, where the file has them."""
-    rows = _rows(folder / "rewordings.jsonl")
+    rows = _rows(folder / _REWORDINGS)
     return {str(row["gsm8k_id"]): str(row["answer"]) for row in rows if row.get("answer")}
 
 

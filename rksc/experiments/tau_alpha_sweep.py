@@ -17,7 +17,7 @@ from .plots import band, style
 from .replay import sigma
 from .rewording import PAPER_ALPHA, PAPER_TAU, Wording, measured_wordings
 from .runner import Lab
-from .stats import above, below, rate
+from .stats import below, higher, rate
 from .table import Column, Finding, Table, signed
 from .tasks import REWORDING, TURNED_REWORDING, UNRELATED
 
@@ -105,11 +105,11 @@ def _kind(w: Wording) -> str:
 
 
 def _findings(table: Table) -> list[Finding]:
-    n = table.meta["pairs"]
+    n, questions = table.meta["pairs"], table.meta["questions"]
     paper = table.where(probe="prefix, last token", alpha=PAPER_ALPHA, guard="none", tau=PAPER_TAU)
     found = [Finding(
         f"At the paper's tau ({PAPER_TAU}, alpha {PAPER_ALPHA}) the uncentred last token accepts "
-        f"{_said(paper.dicts()[0], n)}.", _stops(paper.dicts()[0], n, "unrelated", 5),
+        f"{_said(paper.dicts()[0], n)}.", _stops(paper.dicts()[0], n, questions, "unrelated", 5),
     )]  # fmt: skip
     depth = min(table.where(probe="prefix, centred mean").column("layers"))
     centred = table.where(probe="prefix, centred mean", layers=depth)
@@ -118,14 +118,14 @@ def _findings(table: Table) -> list[Finding]:
         return found
     found.append(Finding(
         f"Centred, {depth} layers, tau {best['tau']:g}, no guard: {_said(best, n)} are accepted.",
-        _stops(best, n, "near-duplicates", 5),
+        _stops(best, n, questions, "near-duplicates", 5),
     ))  # fmt: skip
     for guard in ("numbers", "reworded"):
         (same,) = centred.where(guard=guard, alpha=PAPER_ALPHA, tau=best["tau"]).dicts()
         found.append(Finding(
             f"With guard={guard!r} at the same tau: {_said(same, n)}; "
             f"{signed(same['over exact'], 0)} points of tokens reused over exact caching.",
-            _stops(same, n, "near-duplicates", 5),
+            _stops(same, n, questions, "near-duplicates", 5),
         ))  # fmt: skip
     plain, weighted = (_best(centred.where(guard="none", alpha=a)) for a in (0.0, PAPER_ALPHA))
     if plain is not None and weighted is not None:
@@ -133,8 +133,8 @@ def _findings(table: Table) -> list[Finding]:
             f"Layers weighted by alpha {PAPER_ALPHA} or alike (0), each with its best tau over "
             f"{depth} layers: {_rate(weighted, 'rewordings')} or {_rate(plain, 'rewordings')} of "
             f"rewordings at no more than 1 % of unrelated questions, n = {n['rewordings']}.",
-            above(weighted["rewordings"], weighted["low"], n["rewordings"], plain["high"])
-            if weighted["rewordings"] > plain["rewordings"] else False,
+            higher(weighted["rewordings"], weighted["low"], plain["rewordings"], plain["high"],
+                   min(n["rewordings"], questions)),
         ))  # fmt: skip
     return found
 
@@ -160,8 +160,11 @@ def _said(row: dict[str, Any], n: dict[str, int]) -> str:
     return ", ".join(f"{_rate(row, k)} of {n[k]} {name}" for k, name in names.items())
 
 
-def _stops(row: dict[str, Any], n: dict[str, int], name: str, limit: float) -> bool | None:
-    return below(row[name], row[f"{_ENDS[name]}high"], n[name], limit)
+def _stops(
+    row: dict[str, Any], n: dict[str, int], questions: int, name: str, limit: float
+) -> bool | None:
+    """Pairs of one question count once."""
+    return below(row[name], row[f"{_ENDS[name]}high"], min(n[name], questions), limit)
 
 
 def shown(table: Table) -> list[Table]:
