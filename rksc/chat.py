@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -59,35 +60,65 @@ def render(
     return text[: text.rindex(_MARK)]
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options: Any) -> list[int]:
     """Tokens of a chat as the tokenizer's template renders it, with the BOS that the model wants.
     options: those of `Tokenizer.chat`.
 
-    Only the template writes special tokens: those that a message's texts spell stay text, so that
-    none of them can end its turn or begin another. ValueError: a text that spells some is changed
-    or left out by the template, or a role spells some.
+    Only the template writes special tokens: those that the texts of messages, documents and tools
+    spell stay text, so that none of them can end its turn or begin another. Tags
+    (<think> ... </think>) are tokens in what the assistant and the system say, as the model
+    writes them.
+    ValueError: a text that spells some is changed or left out by the template, a role or a key
+    spells some, or values are nested too deep.
     """
     fence = f"rksc{secrets.token_hex(12)}"  # what no message holds and no template changes
     fenced: dict[str, str] = {}
 
-    def guarded(where: str, name: str, value: Any) -> Any:
+    def forges(text: str, own: bool) -> bool:
+        """Whether it spells special tokens; in one's own words tags do not count."""
+        if not spells_special(tokenizer, text):
+            return False
+        if not own:
+            return True
+        marks = tokenizer.template_marks()
+        pairs = [(mark, mark.replace("<", "</", 1)) for mark in marks if mark.startswith("<")]
+        tags = [re.escape(tag) for pair in pairs if pair[1] in marks for tag in pair]
+        parts = re.split("|".join(tags), text) if tags else [text]
+        return any(spells_special(tokenizer, part) for part in parts)
+
+    def guarded(where: str, value: Any, own: bool = False) -> Any:
+        """The value with fences around its texts that spell special tokens."""
+        if isinstance(value, Mapping):
+            for key in value:
+                if isinstance(key, str) and forges(key, own):
+                    raise ValueError(f"{where}: the key {key!r} spells a special token")
+            return {key: guarded(f"{where}.{key}", each, own) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [guarded(f"{where}[{i}]", each, own) for i, each in enumerate(value)]
         if not isinstance(value, str):
             return value
-        check_text(f"{where}.{name}", value)
-        if not spells_special(tokenizer, value):
+        check_text(where, value)
+        if not forges(value, own):
             return value
-        if name == "role":
-            raise ValueError(f"{where}.role spells a special token: {value!r}")
         text = value.strip() or value
-        fenced[text] = f"{where}.{name}"
+        fenced[text] = where
         return value.replace(text, f"{fence}{text}{fence}")  # templates may strip, too
+
+    def turn(where: str, message: Message) -> Any:
+        role = message.get("role")
+        if isinstance(role, str):
+            check_text(f"{where}.role", role)
+            if forges(role, False):
+                raise ValueError(f"{where}.role spells a special token: {role!r}")
+        return guarded(where, message, role in ("assistant", "system", "developer"))
 
     turns: Any = messages
     if isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages):
         turns = [
-            {name: guarded(f"messages[{i}]", name, value) for name, value in message.items()}
-            for i, message in enumerate(messages)
+            _within_reason(turn, f"messages[{i}]", message) for i, message in enumerate(messages)
         ]
+    for name in {"documents", "tools"} & options.keys():
+        options[name] = _within_reason(guarded, name, options[name])
     text = tokenizer.chat(turns, **options)
     parts = text.split(fence)
     contents = set(parts[1::2])
@@ -100,8 +131,15 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: An
     return ids
 
 
+def _within_reason(guard: Callable[[str, Any], Any], where: str, value: Any) -> Any:
+    try:
+        return guard(where, value)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deep") from None
+
+
 def spells_special(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether some of the text would become special tokens."""
+    """Whether some of the text would become special tokens, or marks of the chat template."""
     return tokenizer.encode(text, bos=False) != tokenizer.encode(text, bos=False, special=False)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +102,9 @@ class Tokenizer:
         `names` are template variables such as bos_token.
         """
         self._pipeline = pipeline
-        self._variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {}
+        self._variants: dict[tuple[frozenset[str] | None, bool], tokenizers.Tokenizer] = {}
+        added = pipeline.get_added_tokens_decoder().values()
+        self._marks = tuple(t.content for t in added if not t.special and _is_mark(t.content))
         self._pieces = pieces
         self._special = dict(special)
         self.bos_id, self.eos_id = bos_id, eos_id
@@ -139,8 +143,9 @@ class Tokenizer:
 
         bos: None puts the BOS first where the model wants one, True and False decide; a text
         that already begins with it gets no second one. special: are spellings of special
-        tokens in the text (such as <|im_end|>) these tokens, or plain text? start: does the
-        text begin here? If it goes on after other tokens, there is no BOS unless bos=True, and
+        tokens in the text (such as <|im_end|>) these tokens, or plain text? The chat template's
+        own marks count as special, whatever the tokenizer calls them. start: does the text
+        begin here? If it goes on after other tokens, there is no BOS unless bos=True, and
         none of the space that SentencePiece models put before a text.
         """
         check_text("text", text)
@@ -157,14 +162,22 @@ class Tokenizer:
         """The pipeline, or a copy that differs in what the settings ask for."""
         if special and start:
             return self._pipeline
-        if (special, start) not in self._variants:
+        marks = None if special else self.template_marks()
+        if (marks, start) not in self._variants:
             described = json.loads(self._pipeline.to_str())
             if not start:
                 _drop_first_space(described)
+            if marks:
+                _make_special(described, marks)
             variant = _library().Tokenizer.from_str(json.dumps(described))
             variant.encode_special_tokens = not special
-            self._variants[special, start] = variant
-        return self._variants[special, start]
+            self._variants[marks, start] = variant
+        return self._variants[marks, start]
+
+    def template_marks(self) -> frozenset[str]:
+        """The added tokens that are not special to the tokenizer, but that the chat template
+        writes: <｜User｜> of DeepSeek's, <think> of Qwen's."""
+        return _written(self._marks, self.chat_template or "")
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -220,6 +233,29 @@ class Tokenizer:
             continue_final,
             **(defaults | template_kwargs),
         )
+
+
+@lru_cache(maxsize=16)
+def _written(marks: tuple[str, ...], template: str) -> frozenset[str]:
+    return frozenset(mark for mark in marks if mark in template)
+
+
+def _is_mark(token: str) -> bool:
+    """Is it neither a word nor white space nor signs alone?"""
+    return bool(re.search(r"\w", token) and re.search(r"[^\w\s]", token))
+
+
+def _make_special(described: dict[str, Any], marks: frozenset[str]) -> None:
+    """Edit a tokenizer.json so that these added tokens are special, and no merge makes one."""
+    for token in described["added_tokens"]:
+        token["special"] |= token["content"] in marks
+    model = described["model"]
+    if "merges" in model:
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if (merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)) not in marks
+        ]
 
 
 def _drop_first_space(described: dict[str, Any]) -> None:

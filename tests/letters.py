@@ -43,6 +43,9 @@ class Letters:
         size = len(PIECES) if vocab_size is None else vocab_size
         return PIECES[:size] + [b""] * (size - len(PIECES))
 
+    def template_marks(self) -> frozenset[str]:
+        return frozenset()
+
     def encode(
         self, text: str, bos: bool | None = None, special: bool = True, start: bool = True
     ) -> list[int]:
