@@ -51,7 +51,9 @@ def fidelity(branch: Branch, reference: Branch, continuation: Text) -> Fidelity:
     return Fidelity(float(kl.mean()), float(kl.max()), agreement, len(kl))
 
 
-_NUMBER = re.compile(r"(?:[$£€] ?)?(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?![.,]?\d)")
+_NUMBER = re.compile(
+    r"(?:(?<![\w.,])[$£€] ?)?(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?![.,]?\d)"
+)
 
 
 def normalised(text: str) -> str:

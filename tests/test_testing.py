@@ -59,6 +59,10 @@ def test_answers(session: BranchSession) -> None:
         ("x=.5;y=7%", ["y=7", "7", ".5"], ["5"]),
         ("(Paris), the parish of Île-de-France", ["paris", "(paris)", "France"], ["pari", "le"]),
         ("答案是巴黎。", ["巴黎"], ["里昂"]),
+        ("It costs US$12.", ["12", "US$12"], ["2", "us12"]),
+        ("costs 10€ 20", ["10", "20", "10€"], ["1020", "1", "0"]),
+        ("costs 10 €20 or 5,$30", ["10", "20", "30"], ["1020", "530", "5.30"]),
+        ("costs 10 €", ["10", "10 €"], ["1"]),
     ],
 )
 def test_words_and_numbers_are_whole(text: str, inside: list[str], outside: list[str]) -> None:
@@ -71,7 +75,13 @@ def test_words_and_numbers_are_whole(text: str, inside: list[str], outside: list
 
 @pytest.mark.parametrize(
     "one, other",
-    [("1,234", "1234"), ("$12.00", "12"), ("\u20ac 1,234,567.50", "1234567.5"), ("7.0", "7")],
+    [
+        ("1,234", "1234"),
+        ("$12.00", "12"),
+        ("\u20ac 1,234,567.50", "1234567.5"),
+        ("7.0", "7"),
+        ("€10", "10"),
+    ],
 )
 def test_numbers_are_compared_however_they_are_written(one: str, other: str) -> None:
     for text, expected in ((one, other), (other, one)):
