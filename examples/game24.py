@@ -102,9 +102,8 @@ for depth in range(3):
     values = dict(zip(found, value(list(found)), strict=True))
     best = sorted(found, key=lambda left: -values[left])[:3]
     ways = [(left, found[left]) for left in best]
-reached = [way for left, way in ways if left == "24"]
-if reached:
-    print("24 reached:", "; ".join(reached[0]))
+if "24" in found:
+    print("24 reached:", "; ".join(found["24"]))
 else:
     print("24 not reached. The best way:", "; ".join(ways[0][1]) or "none")
 
