@@ -724,7 +724,8 @@ def test_llm_outputs(client: OpenAI) -> None:
     [
         {"temperature": -1}, {"temperature": "hot"}, {"top_p": 2}, {"top_k": -2}, {"min_p": 2},
         {"n": 0}, {"n": 1.5}, {"max_tokens": 0}, {"seed": "x"}, {"stop": [""]}, {"stop": "\ud800"},
-        {"stop_token_ids": ["x"]}, {"logprobs": 21}, {"prompt_logprobs": -1}, {"min_tokens": 2},
+        {"stop": 5}, {"stop": 0}, {"stop": [5]}, {"stop_token_ids": 2}, {"stop_token_ids": ["x"]},
+        {"logprobs": 21}, {"prompt_logprobs": -1}, {"min_tokens": 2},
         {"repetition_penalty": 1.1}, {"logit_bias": {3: 1}}, {"skip_special_tokens": False},
     ],
     ids=str,
@@ -819,6 +820,14 @@ def test_the_tokenizer_of_an_llm(client: OpenAI) -> None:
             call(ASK, return_tensors="pt")
     with pytest.raises(ValueError, match=r"conversation\[0\]"):
         tokenizer.apply_chat_template([{"role": "user"}])
+    for wrong, named in (([{"role": "user"}], r"messages\[0\]"), ([ASK, "x"], r"messages\[1\]")):
+        with pytest.raises(ValueError, match=f"^{named}"):
+            llm.chat(wrong, params)
+    with pytest.raises(ValueError, match=r"^messages\b"):
+        llm.chat([{"role": "user", "content": "th " * 10_000}], params)
+    for name in ("tokenize", "chat_template", "conversation", "messages", "continue_final"):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs cannot set '{name}'"):
+            llm.chat(ASK, params, chat_template_kwargs={name: False})
 
 
 def test_gpt(client: OpenAI) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -176,9 +176,7 @@ def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
     f = Fields(body, _CHAT)
     messages = read_messages(body.get("messages"))
     options = f.get("chat_template_kwargs", dict, "an object", {})
-    for name in options:
-        if not isinstance(name, str) or name in _RENDERED:
-            raise FieldError("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}")
+    check_template_variables(options)
     going_on = f.flag("continue_final_message")
     opening = f.flag("add_generation_prompt", not going_on)
     try:
@@ -269,6 +267,13 @@ def _stop_ids(f: Fields, engine: Engine) -> tuple[int, ...]:
     if len(own) < len(given) or not all(0 <= i < config.vocab_size for i in own):
         f.refuse("stop_token_ids", "token ids of the vocabulary")
     return (*(() if f.flag("ignore_eos") else config.eos), *own)
+
+
+def check_template_variables(options: Mapping[Any, Any], taken: Collection[str] = ()) -> None:
+    """FieldError: chat_template_kwargs sets what is rendered, or an argument that is taken."""
+    for name in options:
+        if not isinstance(name, str) or name in _RENDERED or name in taken:
+            raise FieldError("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}")
 
 
 def read_messages(messages: Any, field: str = "messages") -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..session import BranchSession
 from ..text import check_text
 from ._engine import Alternatives, Engine, Sample, copies
 from ._tokenizer import TransformersTokenizer
-from ._wire import not_supported
+from ._wire import check_template_variables, not_supported, read_messages
 from .openai import OpenAI, engine_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -29,6 +29,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,), "truncate_prompt_tokens": (None,), "detokenize": (True,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
 }  # fmt: skip
+
+# Arguments of apply_chat_template that are no variables of a template.
+_OWN = {"conversation", "chat_template", "tokenize", "return_dict"}
 
 
 @dataclass
@@ -80,10 +83,14 @@ class SamplingParams:
         if self.seed is not None:
             self._integer("seed", -(2**63), 2**64 - 1)
         _ = self.sampling
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Collection):
+                raise ValueError(f"{name} must be a list, got {value!r}")
         for text in self.stops:
-            check_text("stop", text)
-            if not text:
+            if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+            check_text("stop", text)
         for token in self.stop_ids:
             if as_int(token) is None:
                 raise ValueError(f"stop_token_ids must be token ids, got {token!r}")
@@ -101,7 +108,9 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -208,15 +217,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` for a conversation or a list of them, rendered by the chat template. Special
         tokens that a message spells are text."""
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        variables = chat_template_kwargs or {}
+        if not isinstance(variables, Mapping):
+            raise ValueError(f"chat_template_kwargs must be a dict, got {variables!r}")
+        check_template_variables(variables, _OWN)
+        single = len(messages) == 0 or isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
+        names = ["messages"] if single else [f"messages[{i}]" for i in range(len(messages))]
         prompts = self._tokenizer.apply_chat_template(
-            [messages] if single else messages,
+            [read_messages(*each) for each in zip(conversations, names, strict=True)],
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
-            **(chat_template_kwargs or {}),
+            **variables,
         )
-        rows = [{"prompt_token_ids": tokens} for tokens in prompts]
+        rows = [
+            {"prompt_token_ids": self.engine.check_prompt(tokens, name)}
+            for tokens, name in zip(prompts, names, strict=True)
+        ]
         return self.generate(rows, sampling_params, use_tqdm, lora_request)
 
     def _tokens(self, i: int, prompt: Any) -> NDArray[np.int32]:
