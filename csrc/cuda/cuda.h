@@ -50,6 +50,9 @@ cuda_pool *cuda_pool_create(int ordinal); /* NULL: no memory */
 void cuda_pool_release(cuda_pool *pool);
 /* A piece of the GPU that is current; 16 bytes behind it may be read. */
 cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes);
+/* The same; the error names `what` the bytes are for. */
+rk_status cuda_pool_reserve(cuda_pool *pool, void **out, size_t bytes,
+                            const char *what, rk_error *err);
 /* Give a piece back (NULL: nothing). Work on the pool's one stream that still
  * uses it is done before the next user's. */
 void cuda_pool_give(cuda_pool *pool, void *memory);

@@ -412,11 +412,8 @@ static rk_status make_kv(cuda_device *dev, rk_error *err)
                                (size_t)dev->extent.n_blocks, &bytes)) {
         return cuda_no_room("kv_bytes", SIZE_MAX, err);
     }
-    cudaError_t code =
-        cuda_pool_take(dev->context->pool, (void **)&dev->kv, bytes);
-    return code == cudaErrorMemoryAllocation
-               ? cuda_no_room("kv_bytes", bytes, err)
-               : cuda_error(code, "cudaMalloc", err);
+    return cuda_pool_reserve(dev->context->pool, (void **)&dev->kv, bytes,
+                             "kv_bytes", err);
 }
 
 static int32_t max_partials(const cuda_device *dev)
@@ -448,13 +445,11 @@ static rk_status make_scratch(cuda_device *dev, rk_error *err)
         {&dev->workspace, WORKSPACE},
     };
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
-        cudaError_t code = cuda_pool_take(dev->context->pool, pieces[i].address,
-                                          pieces[i].bytes);
-        if (code == cudaErrorMemoryAllocation) {
-            return cuda_no_room("step_tokens", pieces[i].bytes, err);
-        }
-        if (code != cudaSuccess) {
-            return cuda_error(code, "cudaMalloc", err);
+        rk_status status =
+            cuda_pool_reserve(dev->context->pool, pieces[i].address,
+                              pieces[i].bytes, "step_tokens", err);
+        if (status != RK_OK) {
+            return status;
         }
     }
     rk_status status =

@@ -163,6 +163,15 @@ cudaError_t cuda_pool_take(cuda_pool *pool, void **out, size_t bytes)
     return cudaSuccess;
 }
 
+rk_status cuda_pool_reserve(cuda_pool *pool, void **out, size_t bytes,
+                            const char *what, rk_error *err)
+{
+    cudaError_t code = cuda_pool_take(pool, out, bytes);
+    return code == cudaErrorMemoryAllocation
+               ? cuda_no_room(what, bytes, err)
+               : cuda_error(code, "cudaMalloc", err);
+}
+
 static void give(cuda_pool *pool, void *memory, bool resting)
 {
     if (memory == NULL) {
@@ -242,10 +251,8 @@ rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, const void *src,
     }
     lent->base = (rk_lent){NULL, pool->ordinal, lent_await, lent_release};
     lent->pool = pool;
-    cudaError_t code = cuda_pool_take(pool, &lent->base.data, bytes);
-    rk_status status = code == cudaErrorMemoryAllocation
-                           ? cuda_no_room("a result", bytes, err)
-                           : cuda_error(code, "cudaMalloc", err);
+    rk_status status =
+        cuda_pool_reserve(pool, &lent->base.data, bytes, "a result", err);
     if (status == RK_OK) {
         status = fill(lent, src, bytes, stream, err);
     }

@@ -22,7 +22,7 @@ from .plots import COLOURS, band, errorbars, style
 from .replay import majority
 from .runner import Lab, Result
 from .stats import above, auc, below, every, jackknife, paired, rate, wilson
-from .table import Column, Finding, Table
+from .table import Column, Finding, Table, signed
 from .tasks import Problem, problem_sets
 
 if TYPE_CHECKING:
@@ -285,8 +285,8 @@ def _findings(table: Table) -> list[Finding]:
     verification = right["verification"]
     others = [right[name] for name in ("confidence", "majority", "chance")]
     leads = "; ".join(
-        f"{r['verification over it']:+.1f} points [{r['from']:+.1f}, {r['to']:+.1f}] against "
-        f"{r['choice by']} ({r['right']:.1f} %)" for r in others
+        f"{signed(r['verification over it'])} points [{signed(r['from'])}, {signed(r['to'])}] "
+        f"against {r['choice by']} ({r['right']:.1f} %)" for r in others
     )  # fmt: skip
     found.append(Finding(
         f"Choosing by verification is right in {verification['right']:.1f} % "
@@ -338,10 +338,10 @@ def _against_contenders(name: str, table: Table, verified: Sequence[Verified]) -
     more = more_saved(PRESETS[name], plain, verified, 0.0)
     low, high = (100 * end for end in jackknife(more))
     return Finding(
-        f"{name} saves {100 * more.mean():+.1f} points of the layers [{low:+.1f}, {high:+.1f}] "
-        f"against contenders alone with kappa {best['threshold']:g}, the best that changes no "
-        f"more winners on these same problems ({best['winners changed']:.1f} % against "
-        f"{preset['winners changed']:.1f} %), n = {len(verified)}.",
+        f"{name} saves {signed(100 * more.mean())} points of the layers "
+        f"[{signed(low)}, {signed(high)}] against contenders alone with kappa "
+        f"{best['threshold']:g}, the best that changes no more winners on these same problems "
+        f"({best['winners changed']:.1f} % against {preset['winners changed']:.1f} %), n = {len(verified)}.",
         above(float(more.mean()), low / 100, len(verified)),
     )
 

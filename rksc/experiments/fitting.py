@@ -226,6 +226,7 @@ def report(
         accepted_of(lambda pair, want=want: pair.same is want)  # type: ignore[misc]
         for want in (True, False)
     )
+    keeps = _keeps(other, max_false_accept)
     if gate is None:
         says = (
             f"No setting accepts any rewording while it accepts at most {max_false_accept:.1%} "
@@ -236,15 +237,17 @@ def report(
             f"guard {gate.guard!r}, pool {gate.pool!r}, {gate.probe_layers} probe layers, alpha "
             f"{gate.alpha:g}, tau {gate.tau:.3f}. On the held-out half it accepts of the pairs "
             f"that may share {same}, of those that must not {other}. "
-            f"{_kept(other, max_false_accept)}"
+            f"{_kept(keeps, max_false_accept)}"
         )
-    keeps = below(other.value, other.high, other.n, max_false_accept)
     return Calibration(asks, gate, accepted, same, other, keeps, says)
 
 
-def _kept(held: Rate, limit: float) -> str:
-    """What a rate on held-out data says about the wanted one."""
-    keeps = below(held.value, held.high, held.n, limit)
+def _keeps(held: Rate, limit: float) -> bool | None:
+    """Do held-out data show the wanted rate?"""
+    return below(held.value, held.high, held.n, limit)
+
+
+def _kept(keeps: bool | None, limit: float) -> str:
     if keeps is None:
         enough = f": that takes {needed(limit):,} different ones with none" if limit else ""
         return f"Too few to tell whether the wanted {limit:.1%} is kept{enough}."
@@ -404,8 +407,9 @@ def fit_cgee(
         table[f"with the {deeper.lens} lens"] = held_deeper
     if pays and deeper is not None:
         cgee, on_first, held = deeper, on_deeper, held_deeper
-    says = _say_cgee(cgee, held, table["kappa and level 1"], deeper, max_changed)
-    keeps = below(held.changed.value, held.changed.high, held.changed.n, max_changed)
+    keeps = _keeps(held.changed, max_changed)
+    kept = _kept(keeps, max_changed)
+    says = _say_cgee(cgee, held, kept, table["kappa and level 1"], deeper)
     return CGEECalibration(cgee, held, on_first, pays, keeps, says, table)
 
 
@@ -444,13 +448,13 @@ def _level2(
 
 
 def _say_cgee(
-    cgee: CGEE, held: Effect, level1_alone: Effect, deeper: CGEE | None, max_changed: float
+    cgee: CGEE, held: Effect, kept: str, level1_alone: Effect, deeper: CGEE | None
 ) -> str:
     level1 = "off" if cgee.skip_top is None else f"top {cgee.skip_top:g}, lead {cgee.skip_lead:g}"
     says = (
         f"kappa {cgee.kappa:g}, level 1 {level1}. On the held-out half it saves "
         f"{held.saved:.1%} of the verification's layers and changes winners {held.changed}. "
-        f"{_kept(held.changed, max_changed)} "
+        f"{kept} "
     )
     if cgee.lens is not None:
         return (

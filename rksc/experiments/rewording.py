@@ -371,7 +371,7 @@ def _of(row: dict[str, Any]) -> str:
 
 
 def _span(row: dict[str, Any], what: str) -> str:
-    value, low, high = (row[f"{name}"] for name in (f"other {what}", f"{what} low", f"{what} high"))
+    value, low, high = (row[name] for name in (f"other {what}", f"{what} low", f"{what} high"))
     return f"{value:.0f} % [{low:.0f}, {high:.0f}]"
 
 

@@ -79,6 +79,11 @@ def rate(flags: Sequence[bool] | NDArray[np.bool_], groups: ArrayLike | None = N
     return Rate(k, n, min(float(n), n * alone / spread) if spread else float(n))
 
 
+def _deviations(level: float) -> float:
+    """z such that a normal variable lies within -z .. z with probability `level`."""
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
 def wilson(k: float, n: float, level: float = LEVEL) -> tuple[float, float]:
     """Wilson's score interval of a rate k / n; (0, 1) when n is 0.
 
@@ -88,7 +93,7 @@ def wilson(k: float, n: float, level: float = LEVEL) -> tuple[float, float]:
         raise ValueError(f"k must be in 0 .. n = {n}, got {k}")
     if n == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = _deviations(level)
     p, spread = k / n, z * z / n
     centre = (p + spread / 2) / (1 + spread)
     half = math.sqrt(spread * (p * (1 - p) + spread / 4)) / (1 + spread)
@@ -106,7 +111,7 @@ def paired(gained: int, lost: int, n: int, level: float = LEVEL) -> tuple[float,
         raise ValueError(f"gained, lost must be in 0 .. n = {n} together, got {gained}, {lost}")
     if n == 0:
         return -1.0, 1.0
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = _deviations(level)
 
     def excess(delta: float) -> float:
         """How much farther than z deviations the data lie from a difference of delta."""
@@ -216,7 +221,7 @@ def every(*verdicts: bool | None) -> bool | None:
 
 def needed(limit: float, level: float = LEVEL) -> int:
     """Of how many none must be true for Wilson's interval to stay below limit."""
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = _deviations(level)
     return math.ceil(z * z * (1 - limit) / limit)
 
 
