@@ -341,7 +341,8 @@ def _against_contenders(name: str, table: Table, verified: Sequence[Verified]) -
         f"{name} saves {signed(100 * more.mean())} points of the layers "
         f"[{signed(low)}, {signed(high)}] against contenders alone with kappa "
         f"{best['threshold']:g}, the best that changes no more winners on these same problems "
-        f"({best['winners changed']:.1f} % against {preset['winners changed']:.1f} %), n = {len(verified)}.",
+        f"({best['winners changed']:.1f} % against {preset['winners changed']:.1f} %), "
+        f"n = {len(verified)}.",
         above(float(more.mean()), low / 100, len(verified)),
     )
 
