@@ -199,14 +199,22 @@ class Tokenizer:
             else (self._pieces[token])
         )
 
-    def token_bytes(self, vocab_size: int | None = None) -> list[bytes]:
-        """What each id adds to the bytes of a text; special tokens and gaps add none.
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by id, as a text spells them. They add nothing to a decoded text."""
+        return dict(self._special)
+
+    def token_bytes(self, vocab_size: int | None = None, special: bool = False) -> list[bytes]:
+        """What each id adds to the bytes of a text: special tokens their spelling with
+        special=True and nothing without, gaps nothing.
 
         With `vocab_size` exactly so many entries: a model may have more rows than tokens.
         """
-        if vocab_size is None:
-            return list(self._pieces)
-        return self._pieces[:vocab_size] + [b""] * (vocab_size - len(self._pieces))
+        pieces = list(self._pieces)
+        if special:
+            for token, text in self._special.items():
+                pieces[token] = text.encode()
+        return pieces if vocab_size is None else (pieces + [b""] * vocab_size)[:vocab_size]
 
     def decoder(self) -> StreamDecoder:
         """A decoder for ids that come one by one."""

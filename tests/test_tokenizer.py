@@ -159,6 +159,21 @@ def test_special_tokens_add_no_bytes() -> None:
     assert tokenizer.token_id("no such token") is None
 
 
+def test_special_tokens_have_a_text() -> None:
+    for tokenizer in (smollm2(), Tokenizer.from_gguf(sentencepiece_metadata())):
+        shown, plain = tokenizer.token_bytes(special=True), tokenizer.token_bytes()
+        names = tokenizer.special_tokens
+        assert tokenizer.bos_id in names and tokenizer.eos_id in names
+        for i, text in names.items():
+            assert (shown[i], plain[i]) == (text.encode(), b"")
+            assert tokenizer.decode([i], special=True) == text
+            assert tokenizer.token_id(text) == i
+        others = [i for i in range(len(plain)) if i not in names]
+        assert [shown[i] for i in others] == [plain[i] for i in others]
+        assert tokenizer.token_bytes(len(plain) + 2, special=True) == [*shown, b"", b""]
+        assert tokenizer.token_bytes(2, special=True) == shown[:2]
+
+
 def test_token_bytes_fit_a_matrix_with_more_rows() -> None:
     tokenizer = smollm2()
     padded = tokenizer.token_bytes(tokenizer.vocab_size + 5)
