@@ -67,6 +67,17 @@ def seconds(ops: Iterable[Op], read: float, products: float) -> float:
     return sum(op.count * max(op.read / read, op.flop / products) for op in ops)
 
 
+def fraction(achieved: float, limit: float, what: str) -> float:
+    """achieved / limit. Nothing is faster than the machine: ValueError where the limit is wrong."""
+    if achieved > limit:
+        raise ValueError(
+            f"{what}: {achieved / limit:.3f} of the machine's limit. The limit was measured too "
+            "low: run again on an idle machine; if it stays, benchmarks/peak.c lacks a loop that "
+            "is as fast as this processor"
+        )
+    return achieved / limit
+
+
 def as_rows(ops: Sequence[Op]) -> list[list[float]]:
     """For JSON: [count, flop, bytes] of each."""
     return [[op.count, op.flop, op.read] for op in ops]

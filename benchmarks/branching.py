@@ -115,15 +115,17 @@ def side_by_side(
         say(line)
     model = load(setting.gguf, tokenizer=False)
     isas = options.isa or [_core.isas[-1]]
-    versions, rounds = contest.run(
-        contestants, setting.shape, repeat, model.config.vocab_size, setting.threads,
-        machine.ROOT / "build" / "peers", say, first,
-    )  # fmt: skip
-    ours = [c.name for c in contestants if c.family == "rksc"]
     size = {"bfloat16": 2, "float32": 4}[setting.dtype]
     ops = (
         bounds.decode_ops(model.config, setting.shape, size, size) if not setting.quantised else []
     )
+    a_step = int(sum(op.count * op.read for op in ops)) // setting.shape.new
+    versions, rounds = contest.run(
+        contestants, setting.shape, repeat, model.config.vocab_size, setting.threads,
+        machine.ROOT / "build" / "peers", say, first,
+        a_step or setting.gguf.stat().st_size,
+    )  # fmt: skip
+    ours = [c.name for c in contestants if c.family == "rksc"]
     return {
         "kind": "branching", "workload": workload, "model": setting.source.name,
         "numbers": setting.numbers, "dtype": setting.dtype, "threads": setting.threads,
@@ -153,12 +155,27 @@ def together(before: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "rounds": before["rounds"] + data["rounds"]}
 
 
+def keep(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """What was measured, before anything is made of it."""
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    options = parse()
+    """0; 1 where results differ or a goal of --elsewhere fails, 2 for an error in a line."""
+    try:
+        return compete(parse())
+    except (ImportError, OSError, ValueError) as error:
+        say(f"branching.py: {error}")
+        return 2
+
+
+def compete(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the others
     workload, shape = shape_of(options)
     isa = "avx512_bf16" if options.isa == ["avx512_bf16"] else None
@@ -167,20 +184,21 @@ def main() -> int:
         options.gguf_type or options.dtype or best_dtype(), shape, options.threads, isa,
     )  # fmt: skip
     data: dict[str, Any] = {}
+    names = options.engines or ["rksc", "No-KV", *(engines.KNOWN if options.peers else ())]
+    pythons = dict(pair.split("=", 1) for pair in options.peer_python)
+    engines.require_packages(setting, names, pythons)
     if options.peers or options.elsewhere is None:
-        names = options.engines or ["rksc", "No-KV", *(engines.KNOWN if options.peers else ())]
         before = earlier(options)
         data = side_by_side(
             options, setting, workload, names, options.repeat, len(before.get("rounds", []))
         )
         data = together(before, data)
+        keep(data, options)
         print(compare.table(data), flush=True)
     if options.elsewhere is not None:
         data["elsewhere"] = elsewhere.run(options, setting, side_by_side, WORKLOADS["W2"])
+        keep(data, options)
         print("\n" + elsewhere.table(data["elsewhere"]))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
     contests = [data] if "rounds" in data else []
     contests += data.get("elsewhere", {}).get("contests", [])
     failed = data.get("elsewhere", {}).get("failed", [])

@@ -114,9 +114,14 @@ def _limits(data: Mapping[str, Any], own: str) -> dict[str, Any]:
     products = rates.products(data["isas"][own], data["dtype"])
     least = bounds.seconds(bounds.from_rows(data["decode_ops"]), rates.read, products)
     seconds = [r["runs"][own]["seconds"] for r in data["rounds"]]
-    prefill = [data["prefill_flop"] / s["prefill"] / products for s in seconds]
-    decode = [least / s["decode"] for s in seconds]
-    return {"prefill": spread(prefill), "decode step": spread(decode)}
+    achieved = {
+        "prefill": [data["prefill_flop"] / s["prefill"] / products for s in seconds],
+        "decode step": [least / s["decode"] for s in seconds],
+    }
+    return {
+        what: spread([bounds.fraction(value, 1.0, f"{own}, {what}") for value in values])
+        for what, values in achieved.items()
+    }
 
 
 def _exact(runs: Mapping[str, Any], families: Mapping[str, str]) -> bool:

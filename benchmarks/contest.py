@@ -67,11 +67,12 @@ def run(
     logs: Path,
     say: Callable[[str], None] = lambda text: None,
     first: int = 0,
+    read_bytes: int = machine.READ_BYTES,
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Versions by contestant, and `repeat` rounds numbered from `first`:
     {"rates": machine.Rates, "runs": {contestant: what peers/protocol.py says, and "peak_bytes",
     "others_cpu" (seconds of CPU that the sleeping ones took per second)}}. Ctrl-C and SIGTERM
-    keep the whole rounds so far."""
+    keep the whole rounds so far. read_bytes: what a step reads, for machine.measure."""
     started: list[_Process] = []
     rounds: list[dict[str, Any]] = []
     try:
@@ -85,7 +86,8 @@ def run(
         for number in range(first, first + repeat):
             turn = number % len(started)
             order = started[turn:] + started[:turn]
-            done = _round(order, work(shape, number, vocab_size), n_threads)
+            rates = machine.measure(n_threads, read_bytes)
+            done = {"rates": asdict(rates), "runs": _round(order, work(shape, number, vocab_size))}
             done["runs"] = {process.name: done["runs"][process.name] for process in started}
             rounds.append(done)
             for name, run in done["runs"].items():
@@ -100,8 +102,8 @@ def run(
     return {process.name: process.version for process in started}, rounds
 
 
-def _round(started: Sequence[_Process], given: dict[str, Any], n_threads: int) -> dict[str, Any]:
-    rates, runs = machine.measure(n_threads), {}
+def _round(started: Sequence[_Process], given: dict[str, Any]) -> dict[str, Any]:
+    runs = {}
     for process in started:
         others = [p for p in started if p is not process]
         _settle(others)
@@ -110,7 +112,7 @@ def _round(started: Sequence[_Process], given: dict[str, Any], n_threads: int) -
         slept = time.perf_counter() - since
         taken = sum(p.cpu_seconds() for p in others) - before
         runs[process.name]["others_cpu"] = taken / slept
-    return {"rates": asdict(rates), "runs": runs}
+    return runs
 
 
 def _settle(processes: Sequence[_Process]) -> None:

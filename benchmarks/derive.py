@@ -10,8 +10,10 @@ it is. Needs the `gguf` package, for folders also torch and transformers.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +21,40 @@ GGUF_KINDS = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # general.file_type
 FOLDER_KINDS = ("bfloat16", "float32")
 
 
+INSTALL = "pip install torch==2.13.0 transformers accelerate gguf"
+
+
 def derive(source: Path, kind: str, folder: Path) -> Path:
     """The file or folder of this kind, made if it is not there; `source` itself where its
     matrices already are in that GGUF type."""
-    if kind in FOLDER_KINDS:
-        target = folder / f"{source.stem}-{kind}"
-        write: Any = _write_folder
-    else:
-        if _type_of(source) == kind:
-            return source
-        if kind not in GGUF_KINDS:
-            raise ValueError(f"cannot write GGUF type {kind}; known: {', '.join(GGUF_KINDS)}")
-        target = folder / f"{source.stem}-{kind}.gguf"
-        write = _write_gguf
+    target = _target(source, kind, folder)
     if not target.exists():
+        write: Any = _write_folder if kind in FOLDER_KINDS else _write_gguf
         folder.mkdir(parents=True, exist_ok=True)
         partial = target.with_name("partial-" + target.name)
         shutil.rmtree(partial, ignore_errors=True)
         write(source, partial, kind)
         partial.rename(target)
     return target
+
+
+def missing(source: Path, kinds: Iterable[str], folder: Path) -> list[str]:
+    """Packages that this Python lacks for writing what is not there yet."""
+    wanted: set[str] = set()
+    for kind in kinds:
+        if not _target(source, kind, folder).exists():
+            wanted |= {"gguf", *(("torch", "transformers") if kind in FOLDER_KINDS else ())}
+    return sorted(name for name in wanted if importlib.util.find_spec(name) is None)
+
+
+def _target(source: Path, kind: str, folder: Path) -> Path:
+    if kind in FOLDER_KINDS:
+        return folder / f"{source.stem}-{kind}"
+    if _type_of(source) == kind:
+        return source
+    if kind not in GGUF_KINDS:
+        raise ValueError(f"cannot write GGUF type {kind}; known: {', '.join(GGUF_KINDS)}")
+    return folder / f"{source.stem}-{kind}.gguf"
 
 
 def _type_of(source: Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from contest import Contestant
-from derive import derive
+from derive import INSTALL, derive, missing
 from machine import ROOT
 
 from rksc.bench import Shape
@@ -74,9 +74,13 @@ class Setting:
         return self.numbers not in ("bfloat16", "float32")
 
     @property
+    def kind(self) -> str:
+        """The type of the GGUF that all of rksc and llama.cpp read."""
+        return {"bfloat16": "BF16", "float32": "F32"}.get(self.numbers, self.numbers)
+
+    @property
     def gguf(self) -> Path:
-        kind = {"bfloat16": "BF16", "float32": "F32"}.get(self.numbers, self.numbers)
-        return derive(self.source, kind, self.files)
+        return derive(self.source, self.kind, self.files)
 
     def arguments(self, model: Path, tokens: int) -> list[str]:
         limit = ["--isa", self.isa] if self.isa else []
@@ -135,6 +139,22 @@ def peer(setting: Setting, name: str, pythons: Mapping[str, str]) -> Contestant 
     command = [python, str(PEERS / known.script), *setting.arguments(model, setting.tokens)]
     threads = str(setting.threads)
     return Contestant(name, name, command, {"OMP_NUM_THREADS": threads, "PYTHONPATH": ""})
+
+
+def require_packages(setting: Setting, names: Sequence[str], pythons: Mapping[str, str]) -> None:
+    """ImportError where this Python lacks what writes the model files of those who take part."""
+    kinds = {setting.kind}
+    for name in set(names) & KNOWN.keys():
+        if KNOWN[name].reads == "folder" and not setting.quantised:
+            python = pythons.get(name) or os.environ.get(KNOWN[name].variable) or sys.executable
+            if _has(python, KNOWN[name].module):
+                kinds.add(setting.dtype)
+    lacking = missing(setting.source, kinds, setting.files)
+    if lacking:
+        raise ImportError(
+            f"{sys.executable} lacks {', '.join(lacking)}, needed to write the model files that "
+            f"the engines read. {INSTALL}"
+        )
 
 
 def _has(python: str, module: str) -> bool:

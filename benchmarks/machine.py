@@ -12,14 +12,14 @@ from pathlib import Path
 from rksc.experiments.runner import processor
 
 ROOT = Path(__file__).resolve().parent.parent
-READ_BYTES = 1 << 30
+READ_BYTES = 1 << 30  # larger than most caches
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of n threads together: operations per second (a multiply and an add are two) of float32
-    multiply-adds, bf16 dot products and AMX tiles, 0 where the CPU has none; bytes read per
-    second from memory larger than the caches."""
+    """Of n threads together, each the best of several loops: operations per second (a multiply
+    and an add are two) of float32 multiply-adds, bf16 dot products and AMX tiles, 0 where the CPU
+    has none; bytes read per second, again and again, from an area of a given size."""
 
     fma: float
     bf16: float
@@ -47,14 +47,18 @@ def _library() -> c.CDLL:
     return lib
 
 
-def measure(n_threads: int) -> Rates:
-    """About a second; compiles peak.c the first time."""
+def measure(n_threads: int, read_bytes: int = READ_BYTES) -> Rates:
+    """A few seconds; compiles peak.c the first time.
+
+    read_bytes: what is read again and again, such as the weights of a model: where it fits
+    into a cache, the cache is what limits the reader.
+    """
     lib = _library()
     return Rates(
         fma=lib.peak_fma(n_threads),
         bf16=lib.peak_bf16(n_threads),
         amx=lib.peak_amx(n_threads),
-        read=lib.peak_read(n_threads, READ_BYTES),
+        read=lib.peak_read(n_threads, read_bytes),
     )
 
 

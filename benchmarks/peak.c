@@ -1,14 +1,15 @@
-/* What this machine can do: dot products in registers alone, and plain reads.
+/* What this machine can do: dot products on operands near by, and reads.
  *
  * Built by machine.py for the machine it runs on (-march=native); each function
- * runs the same loop on n threads and returns operations or bytes per second
- * of all of them together.
+ * runs several loops on n threads, one after the other, and returns operations
+ * or bytes per second of all threads together in the fastest of them.
  */
 #include <immintrin.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -59,80 +60,60 @@ static double rate(work *run, void *argument, int n_threads)
     return best;
 }
 
-/* ---- dot products --------------------------------------------------------- */
+/* ---- dot products ---------------------------------------------------------
+ */
 
-#define TURNS 4000000L
-
-static double fma_loop(void *argument, int thread)
-{
-    (void)argument;
-    (void)thread;
+#define TURNS 2000000L
 #if defined(__AVX512F__)
-    __m512 x = _mm512_set1_ps(1e-9f), a[12];
-    for (int i = 0; i < 12; i++) {
-        a[i] = x;
-    }
-    for (long t = 0; t < TURNS; t++) {
-#pragma GCC unroll 12
-        for (int i = 0; i < 12; i++) {
-            a[i] = _mm512_fmadd_ps(a[i], x, x);
-            __asm__ volatile("" : "+v"(a[i]));
-        }
-    }
-    return 32.0 * 12 * TURNS;
+#define SUMS 24 /* of 32 registers */
+#else
+#define SUMS 8 /* of 16 */
+#endif
+
+static char operands[MAX_THREADS][4096] __attribute__((aligned(64)));
+
+#if defined(__AVX512F__)
+#define NAME(loop) fma_##loop
+#define SUM __m512
+#define OPERAND __m512
+#define ZERO _mm512_setzero_ps()
+#define DOT(sum, x, y) _mm512_fmadd_ps(x, y, sum)
+#define OPERATIONS 32.0
+#include "peak_dot.h"
 #elif defined(__AVX2__)
-    __m256 x = _mm256_set1_ps(1e-9f), a[12];
-    for (int i = 0; i < 12; i++) {
-        a[i] = x;
-    }
-    for (long t = 0; t < TURNS; t++) {
-#pragma GCC unroll 12
-        for (int i = 0; i < 12; i++) {
-            a[i] = _mm256_fmadd_ps(a[i], x, x);
-            __asm__ volatile("" : "+x"(a[i]));
-        }
-    }
-    return 16.0 * 12 * TURNS;
+#define NAME(loop) fma_##loop
+#define SUM __m256
+#define OPERAND __m256
+#define ZERO _mm256_setzero_ps()
+#define DOT(sum, x, y) _mm256_fmadd_ps(x, y, sum)
+#define OPERATIONS 16.0
+#include "peak_dot.h"
 #else
-    return 0.0;
+static work *const fma_loops[] = {NULL, NULL, NULL};
 #endif
-}
 
-static double bf16_loop(void *argument, int thread)
-{
-    (void)argument;
-    (void)thread;
 #if defined(__AVX512BF16__)
-    __m512bh x = (__m512bh)_mm512_set1_epi32(0);
-    __m512 a[12];
-    for (int i = 0; i < 12; i++) {
-        a[i] = _mm512_setzero_ps();
-    }
-    for (long t = 0; t < TURNS; t++) {
-#pragma GCC unroll 12
-        for (int i = 0; i < 12; i++) {
-            a[i] = _mm512_dpbf16_ps(a[i], x, x);
-            __asm__ volatile("" : "+v"(a[i]));
-        }
-    }
-    return 64.0 * 12 * TURNS;
+#define NAME(loop) bf16_##loop
+#define SUM __m512
+#define OPERAND __m512bh
+#define ZERO _mm512_setzero_ps()
+#define DOT(sum, x, y) _mm512_dpbf16_ps(sum, x, y)
+#define OPERATIONS 64.0
+#include "peak_dot.h"
 #else
-    return 0.0;
+static work *const bf16_loops[] = {NULL, NULL, NULL};
 #endif
-}
 
-static double amx_loop(void *argument, int thread)
-{
-    (void)argument;
-    (void)thread;
 #if defined(__AMX_BF16__)
+static int amx_begin(void)
+{
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } config = {.palette = 1};
     if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) {
-        return 0.0;
+        return -1;
     }
     for (int i = 0; i < 8; i++) {
         config.bytes[i] = 64;
@@ -145,6 +126,16 @@ static double amx_loop(void *argument, int thread)
     _tile_zero(5);
     _tile_zero(6);
     _tile_zero(7);
+    return 0;
+}
+
+static double amx_registers(void *argument, int thread)
+{
+    (void)argument;
+    (void)thread;
+    if (amx_begin() < 0) {
+        return 0.0;
+    }
     for (long t = 0; t < TURNS / 8; t++) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -153,60 +144,134 @@ static double amx_loop(void *argument, int thread)
     }
     _tile_release();
     return 16384.0 * 4 * (TURNS / 8);
+}
+
+/* 2 x 2 tiles of sums, whose operands are loaded for each product. */
+static double amx_product(void *argument, int thread)
+{
+    const char *x = operands[thread];
+    (void)argument;
+    if (amx_begin() < 0) {
+        return 0.0;
+    }
+    for (long t = 0; t < TURNS / 8; t++) {
+        _tile_loadd(4, x, 64);
+        _tile_loadd(6, x + 1024, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, x + 2048, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, x + 3072, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+    return 16384.0 * 4 * (TURNS / 8);
+}
+
+static work *const amx_loops[] = {amx_registers, amx_product, NULL};
 #else
-    return 0.0;
+static work *const amx_loops[] = {NULL, NULL, NULL};
 #endif
+
+/* The best of the loops that there are; 0 where the processor has none. */
+static double best(work *const loops[3], int n_threads)
+{
+    double most = 0.0;
+    for (int i = 0; i < 3; i++) {
+        double found = loops[i] == NULL ? 0.0 : rate(loops[i], NULL, n_threads);
+        most = found > most ? found : most;
+    }
+    return most;
 }
 
 double peak_fma(int n_threads)
 {
-    return rate(fma_loop, NULL, n_threads);
+    return best(fma_loops, n_threads);
 }
 
 double peak_bf16(int n_threads)
 {
-    return rate(bf16_loop, NULL, n_threads);
+    return best(bf16_loops, n_threads);
 }
 
 double peak_amx(int n_threads)
 {
-    return rate(amx_loop, NULL, n_threads);
+    return best(amx_loops, n_threads);
 }
 
-/* ---- reads ------------------------------------------------------------------ */
+/* ---- reads ------------------------------------------------------------------
+ */
 
 struct area {
     const char *memory;
     size_t bytes; /* of each thread */
+    long turns;   /* a small area is read again and again */
 };
 
-static double read_loop(void *argument, int thread)
+static double read_scalar(void *argument, int thread)
 {
     const struct area *area = argument;
     const uint64_t *p =
         (const uint64_t *)(area->memory + (size_t)thread * area->bytes);
     uint64_t sum[16] = {0};
-    for (size_t i = 0; i + 16 <= area->bytes / 8; i += 16) {
-        for (int j = 0; j < 16; j++) {
-            sum[j] += p[i + (size_t)j];
+    for (long t = 0; t < area->turns; t++) {
+        for (size_t i = 0; i + 16 <= area->bytes / 8; i += 16) {
+            for (int j = 0; j < 16; j++) {
+                sum[j] += p[i + (size_t)j];
+            }
         }
+        __asm__ volatile("" : "+r"(p)::"memory");
     }
     for (int j = 1; j < 16; j++) {
         sum[0] += sum[j];
     }
     __asm__ volatile("" ::"r"(sum[0]));
-    return (double)area->bytes;
+    return (double)area->bytes * (double)area->turns;
 }
 
+/* Four places at once, each fetched ahead: more reads are under way. */
+static double read_streams(void *argument, int thread)
+{
+    const struct area *area = argument;
+    const char *p = area->memory + (size_t)thread * area->bytes;
+    size_t part = area->bytes / 4 / 64 * 64;
+    uint64_t sum = 0;
+    for (long t = 0; t < area->turns; t++) {
+        for (size_t i = 0; i < part; i += 64) {
+            for (int j = 0; j < 4; j++) {
+                const char *line = p + (size_t)j * part + i;
+                __builtin_prefetch(line + 1024, 0, 3);
+                for (int k = 0; k < 8; k++) {
+                    sum += ((const uint64_t *)line)[k];
+                }
+            }
+        }
+        __asm__ volatile("" : "+r"(p)::"memory");
+    }
+    __asm__ volatile("" ::"r"(sum));
+    return (double)(4 * part) * (double)area->turns;
+}
+
+#define LEAST_READ ((size_t)1 << 28) /* of one measurement */
+
+/* An area of so many bytes, at least 1,024 of each thread. */
 double peak_read(int n_threads, size_t bytes)
 {
-    struct area area = {NULL, bytes / (size_t)n_threads / 128 * 128};
-    char *memory = malloc(bytes);
-    double result = 0.0;
+    struct area area = {NULL, bytes / (size_t)n_threads / 256 * 256, 1};
+    size_t huge = (size_t)2 << 20;
+    char *memory;
+    double result = 0.0, streams;
+    area.bytes = area.bytes < 1024 ? 1024 : area.bytes;
+    bytes = (size_t)n_threads * area.bytes;
+    area.turns = (long)(LEAST_READ / bytes) + 1;
+    memory = aligned_alloc(huge, (bytes + huge - 1) / huge * huge);
     if (memory != NULL) {
+        madvise(memory, bytes, MADV_HUGEPAGE); /* where it is refused: none */
         memset(memory, 1, bytes);
         area.memory = memory;
-        result = rate(read_loop, &area, n_threads);
+        result = rate(read_scalar, &area, n_threads);
+        streams = rate(read_streams, &area, n_threads);
+        result = streams > result ? streams : result;
         free(memory);
     }
     return result;

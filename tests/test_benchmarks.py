@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ import compare
 import contest
 import engines
 import gpu_check
+import machine
 import mechanisms
 import numpy as np
 import pytest
@@ -90,7 +92,7 @@ def _data(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "model": "m.gguf", "numbers": "bfloat16", "dtype": "bfloat16", "threads": 2,
         "workload": "W1", "machine": "a machine", "shape": vars(SHAPE),
         "families": {n: "rksc" if n == "rksc" else n for n in names}, "isas": {"rksc": "amx"},
-        "prefill_flop": 4e9, "decode_ops": [[2, 8e9, 0.5e9]],
+        "prefill_flop": 4e9, "decode_ops": [[2, 2e9, 0.2e9]],
         "rounds": [{"rates": rates, "runs": runs} for runs in rounds],
     }  # fmt: skip
 
@@ -107,11 +109,33 @@ def test_summary_takes_medians_ratios_and_fractions() -> None:
     assert (ratio["must"], ratio["aim"]) == (0.70, 0.55)
     assert made["memory"][0]["value"] == 0.5
     assert made["rows"]["vLLM"]["agreement"] == 0.5
-    # in the median run: 4e9 operations in 1 s at 8e9; two ops of max(0.5 s, 1 s) in 1 s.
+    # in the median run: 4e9 operations in 1 s at 8e9; two ops of max(0.2 s, 0.25 s) in 1 s.
     assert made["limits"]["rksc"]["prefill"]["median"] == 0.5
-    assert made["limits"]["rksc"]["decode step"]["median"] == 2.0
+    assert made["limits"]["rksc"]["decode step"]["median"] == 0.5
     text = compare.table(_data(rounds))
     assert "rksc / vLLM" in text and "aim reached" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    [
+        ("rksc, prefill", {"prefill_flop": 5e9}),
+        ("rksc, decode step", {"decode_ops": [[9, 1, 6e7]]}),
+    ],
+)
+def test_nothing_is_faster_than_the_machine(what: str, changed: dict[str, Any]) -> None:
+    """A fraction above 1 says that the limit is wrong: no table is made of it."""
+    data = {**_data([{"rksc": _run(1.0, [[1, 2]])}]), **changed}
+    with pytest.raises(ValueError, match=rf"{what}: 1\.\d+ of the machine's limit"):
+        compare.table(data)
+
+
+@pytest.mark.parametrize("read_bytes", [1, 5000, 1 << 20])
+def test_limits_are_measured_on_areas_of_any_size(read_bytes: int) -> None:
+    rates = machine.measure(2, read_bytes)
+    assert rates.fma > 1e9
+    assert rates.read > 1e8
+    assert (rates.bf16 > rates.fma) == (rates.bf16 > 0)
 
 
 def test_a_difference_without_sharing_is_told() -> None:
@@ -327,6 +351,26 @@ def test_a_peer_that_is_not_there_says_how_to_install_it(tmp_path: Path) -> None
     assert "vLLM skipped" in line and "pip install" in line and "RKSC_PEER_VLLM" in line
     quantised = engines.Setting(tmp_path / "m.gguf", tmp_path, "Q8_0", SHAPE, 1)
     assert "does not read Q8_0" in str(engines.peer(quantised, "transformers", {}))
+
+
+def test_packages_that_are_missing_here_are_named_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peers have an environment of their own; their files are written by this one."""
+    known = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> Any:
+        return None if name in ("torch", "gguf") else known(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setattr(engines, "_has", lambda python, module: module == "transformers")
+    setting = engines.Setting(model, tmp_path / "made", "float32", SHAPE, 1)
+    engines.require_packages(setting, ["rksc", "No-KV", "vLLM"], {})  # the file is F32, no vLLM
+    with pytest.raises(ImportError, match=r"lacks gguf, torch.* pip install torch"):
+        engines.require_packages(setting, ["rksc", "transformers"], {})
+    other = engines.Setting(model, tmp_path / "made", "bfloat16", SHAPE, 1)
+    with pytest.raises(ImportError, match=r"lacks gguf, needed"):
+        engines.require_packages(other, ["rksc"], {})
 
 
 # ---- the contest -------------------------------------------------------------------------------
