@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from models import Small
 
     from rksc import BranchSession, Model
+    from rksc.clients import OpenAI
 
 Factory = Callable[..., "BranchSession"]
 
@@ -93,6 +94,24 @@ def make_session() -> Iterator[Factory]:
     gc.collect()
     for session in made:
         assert_books(session)
+
+
+@pytest.fixture
+def make_client(make_session: Factory) -> Callable[..., OpenAI]:
+    """make_client(**session options) -> OpenAI on the small model T4, which speaks Letters."""
+    from letters import Letters
+
+    from rksc.clients import OpenAI
+
+    def make(**options: Any) -> OpenAI:
+        return OpenAI(make_session("T4", tokenizer=Letters(chat=True), **options))
+
+    return make
+
+
+@pytest.fixture
+def client(make_client: Callable[..., OpenAI]) -> OpenAI:
+    return make_client()
 
 
 @pytest.fixture(scope="session")

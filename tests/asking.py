@@ -1,0 +1,18 @@
+"""What tests of clients ask the small models, and how they read the answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from letters import Letters
+
+LONG = "the abc of 12 things, " * 4
+ASK: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice.message.content for choice in answer.choices]
+
+
+def prompt_of(content: str) -> list[int]:
+    return Letters().encode(f"<user>{content}</s><assistant>")
