@@ -401,9 +401,9 @@ static rk_status take_token(rk_session *s, rk_request *request,
     request->n_new++;
     request->sum_top += pick->top_prob;
     request->confidence = request->sum_top / request->n_new;
-    event->stop_bytes =
-        rk_stops_take(&request->stops, pick->token, &event->stop_index);
-    if (event->stop_bytes > 0) {
+    event->stop_index =
+        rk_stops_take(&request->stops, pick->token, &event->stop_bytes);
+    if (event->stop_index >= 0) {
         event->finish = RK_FINISH_STOP;
     } else if (request->n_new >= o->max_new_tokens ||
                branch->n_tokens >= s->model.config.max_positions) {

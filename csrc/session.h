@@ -123,6 +123,9 @@ typedef struct rk_generation_options {
      * NULL without stop strings */
     const uint8_t *token_bytes;
     const int64_t *token_offsets;
+    /* by token: 1 where these bytes are no part of the text and only spell a
+     * special token; NULL: nowhere */
+    const uint8_t *special;
     rk_cgee cgee; /* stop_top > 1: no early stop */
 } rk_generation_options;
 
@@ -132,7 +135,8 @@ typedef struct rk_token {
     float logprob, top_prob, entropy;
     rk_finish finish;
     int32_t stop_bytes; /* RK_FINISH_STOP: bytes of the stop string and what
-                         * follows it in the last token, to cut from the text */
+                         * follows it in the last token, to cut from the text;
+                         * special tokens are no part of it */
     int32_t stop_index; /* which stop string or stop id, -1 */
 } rk_token;
 

@@ -165,6 +165,7 @@ class Session:
         isa: str | None = None,
         step_tokens: int = 512,
         token_bytes: Sequence[bytes] | None = None,
+        special_ids: Sequence[int] | None = None,
         share: bool = True,
         hash_bits: int = 64,
         poison: bool = False,

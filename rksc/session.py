@@ -32,7 +32,7 @@ from .guard import is_rewording, same_numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .requests import Plan, Request
 from .results import Gate, Generation, Stats, Token, Verdict
-from .text import TextStream, check_text, final_text
+from .text import TextStream, check_text, final_text, token_tables
 from .types import Tokens
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class BranchSession(_core.Session):
     _asks: ASKS | None
     _cgee: CGEE | None
     _token_bytes: list[bytes] | None
+    _special: dict[int, bytes]
     _requests: dict[int, Request]
     _stepping: threading.RLock
 
@@ -94,7 +95,7 @@ class BranchSession(_core.Session):
             raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
         config = ModelConfig.of(config)
         cgee = as_cgee(cgee, config.n_layers)
-        token_bytes = None if tokenizer is None else tokenizer.token_bytes(config.vocab_size)
+        token_bytes, special = token_tables(tokenizer, config.vocab_size)
         self = super().__new__(
             cls,
             weights,
@@ -107,13 +108,14 @@ class BranchSession(_core.Session):
             isa=isa,
             activations=activations,
             step_tokens=step_tokens,
-            token_bytes=token_bytes,
+            token_bytes=token_bytes and [special.get(i, b) for i, b in enumerate(token_bytes)],
+            special_ids=list(special),
             share=flag("share", share),
             hash_bits=hash_bits,
             poison=flag("poison", poison),
         )
         self.tokenizer = tokenizer
-        self._token_bytes = token_bytes
+        self._token_bytes, self._special = token_bytes, special
         self.cgee = cgee
         self.rsbcm = rsbcm
         self._requests = {}
@@ -302,8 +304,9 @@ class BranchSession(_core.Session):
         """Continue all branches in one batch; a Generation for each, in order.
 
         sampling: None is greedy. stop: strings that end a branch, matched across token
-        boundaries (they stay in its tokens, not in the text). stop_ids: tokens that end it and
-        are not appended; None takes the model's end tokens, () forces the length.
+        boundaries (they stay in its tokens, not in the text); they may spell special tokens.
+        stop_ids: tokens that end it and are not appended; None takes the model's end tokens, ()
+        forces the length.
         On an error or Ctrl-C all branches are as they were. progress(n) is called after every
         step with the number of new tokens; with it, Ctrl-C keeps the tokens so far.
         """
@@ -505,7 +508,7 @@ class BranchSession(_core.Session):
     def _text_stream(self, plan: Plan) -> TextStream | None:
         if self._token_bytes is None:
             return None
-        return TextStream(self._token_bytes, plan.stop_strings)
+        return TextStream(self._token_bytes, plan.stop_strings, self._special)
 
     def _next_tokens(self, wanted: dict[int, Request]) -> list[Token]:
         """Tokens of these requests, by one step when none waits; the ended leave `wanted`."""

@@ -114,6 +114,7 @@ class Generation(c.Structure):
         ("n_stop_strings", c.c_int32),
         ("token_bytes", c.c_void_p),
         ("token_offsets", c.c_void_p),
+        ("special", c.c_void_p),
         ("cgee", Cgee),
     ]
 
@@ -448,6 +449,7 @@ class Core:
         seed: int = 0,
         stop_ids: Sequence[int] = (),
         stop: Sequence[bytes] = (),
+        special: NDArray[np.uint8] | None = None,
         early: Cgee | None = None,
     ) -> int:
         request = c.c_uint64()
@@ -464,6 +466,7 @@ class Core:
             len(stop),
             c.addressof(table),
             offsets.ctypes.data,
+            special.ctypes.data if special is not None else None,
             early or cgee(),
         )
         self.call("submit", branch, c.byref(options), c.c_uint64(group), c.byref(request))

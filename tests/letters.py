@@ -33,6 +33,7 @@ class Letters:
     """What BranchSession, Wordings and clients ask of a rksc.Tokenizer."""
 
     bos_id, eos_id = BOS, END
+    special_tokens = SPECIAL
     vocab_size = len(PIECES)
 
     def __init__(self, *, adds_bos: bool = True, chat: bool = False) -> None:

@@ -195,6 +195,32 @@ def test_stop_strings_are_left_out_or_kept(client: OpenAI) -> None:
         assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_may_be_a_special_token(smollm2: Model, stream: bool) -> None:
+    """It ends an answer where the token's id ends it. Its text stays out of the answer."""
+    client = OpenAI(smollm2, kv_bytes="64MiB")
+    prompt = "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n"
+
+    def ask(**stop: Any) -> tuple[str, str]:
+        answer = client.completions.create(
+            prompt=prompt, temperature=0, max_tokens=40, ignore_eos=True, stream=stream, **stop
+        )
+        choices = [part.choices[0] for part in answer] if stream else answer.choices
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+    ended = ask(stop_token_ids=[2])
+    assert ended[1] == "stop" and ended[0]
+    assert ask(stop="<|im_end|>") == ask(stop=["none", "<|im_end|>"]) == ended
+    assert ask(stop="m_end|>") == ended
+    last = ended[0][-3:]
+    assert ask(stop=last + "<|im_end|>") == (ended[0][:-3], "stop")
+    kept = ask(stop="<|im_end|>", include_stop_str_in_output=True)
+    assert kept == (ended[0] + "<|im_end|>", "stop")
+    text, reason = ask()
+    assert reason == "length" and text.startswith(ended[0]) and "<|" not in text
+    assert ask(stop="<|im_start|>")[1] == ask(stop_token_ids=[1])[1]
+
+
 def test_logprobs_are_those_of_the_model(client: OpenAI) -> None:
     answer = client.completions.create(
         prompt=LONG, max_tokens=4, temperature=0, logprobs=3, echo=True, ignore_eos=True

@@ -16,6 +16,7 @@ from typing import Any
 
 import corerig as rig
 import native as N
+import numpy as np
 import pytest
 from corerig import Core, Event, Failure, alone, cgee
 
@@ -648,6 +649,29 @@ def test_stop_strings_over_tokens() -> None:
             assert text.startswith(made) and len(made) >= found + len(stop)
             assert (events[-1].finish, events[-1].stop_index) == (rig.STOP, 1)
             assert made[: len(made) - events[-1].stop_bytes] == text[:found]
+
+
+def test_stop_strings_may_spell_special_tokens() -> None:
+    """The third token is special: it is spelled "<c>" and the text goes from "<b>" to "<d>"."""
+    full = [e.token for e in alone.generation(PROMPT, 0, 8, 0.0, 0)]
+    hidden = full[2]
+    special = (np.arange(rig.VOCAB) == hidden).astype(np.uint8)
+
+    def spell(tokens: list[int], shown: bool = False) -> bytes:
+        return b"".join(b"<%d>" % t for t in tokens if t and not (shown and t == hidden))
+
+    wanted = b"<%d>" % hidden
+    cases = [(wanted, spell(full[:2])), (spell(full[1:3]), spell(full[:1]))]
+    cases += [(spell(full[2:4]), spell(full[:2])), (wanted[1:], spell(full[:2]))]
+    if full[3] != hidden != full[1]:  # what the text alone shows
+        cases += [(spell([full[1], full[3]]), spell(full[:1]))]
+    for stop, left in cases:
+        with Core() as core:
+            request = core.submit(core.prefill(PROMPT), 8, stop=[b"absent", stop], special=special)
+            events = core.run(request)
+        made = spell([e.token for e in events], shown=True)
+        assert (events[-1].finish, events[-1].stop_index) == (rig.STOP, 1)
+        assert made[: len(made) - events[-1].stop_bytes] == left
 
 
 def test_the_last_position() -> None:

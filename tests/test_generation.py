@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -385,6 +385,58 @@ def test_stop_strings_in_random_pieces(seed: int, make_session: Factory) -> None
         assert g.text == whole[: len(whole) - cut].decode(errors="ignore")
         streamed = session.stream(root.fork(1), 40, sampling, stop=stops, stop_ids=())
         assert "".join(token.text or "" for token in streamed) == g.text
+
+
+class Marked(Pieces):
+    """The first tokens are special, and spelled like others."""
+
+    def __init__(self, pieces: Sequence[bytes], special: Mapping[int, str]) -> None:
+        super().__init__([b"" if i in special else piece for i, piece in enumerate(pieces)])
+        self.special_tokens = special
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stop_strings_may_spell_special_tokens(seed: int, make_session: Factory) -> None:
+    """A stop string ends a branch in the text as it is, and with special tokens spelled out."""
+    rng = np.random.default_rng(seed)
+    words = ["".join(rng.choice(list("aéb"), rng.integers(1, 4))) for _ in range(97)]
+    special = dict(enumerate(words[: 97 * (1 + seed % 3) // 4]))
+    tokenizer = Marked([word.encode() for word in words], special)
+    session = make_session(T4, tokenizer=tokenizer)
+    root = session.prefill(T4.tokens(20))
+    for _ in range(8):
+        stops = ["".join(rng.choice(list("aéb"), rng.integers(1, 9))) for _ in range(2)]
+        stops += [words[int(rng.integers(len(special)))]]
+        sampling = Sampling(2.0, seed=int(rng.integers(2**32)))
+        free = session.generate(root.fork(1), 40, sampling, stop_ids=())[0].tokens.tolist()
+        n, text, stopped = expected_marked(words, special, free, stops)
+        g = session.generate(root.fork(1), 40, sampling, stop=stops, stop_ids=())[0]
+        assert g.tokens.tolist() == free[:n]
+        assert g.finish_reason == ("stop" if stopped else "length")
+        assert (g.stop in stops) == stopped
+        assert g.text == text
+        streamed = session.stream(root.fork(1), 40, sampling, stop=stops, stop_ids=())
+        assert "".join(token.text or "" for token in streamed) == text
+
+
+def expected_marked(
+    words: Sequence[str], special: Mapping[int, str], tokens: Sequence[int], stops: Sequence[str]
+) -> tuple[int, str, bool]:
+    """Tokens until a stop string is in the text or in what spells special tokens, too, the text
+    before it, and whether there is one. A letter is (itself, whether it is shown)."""
+    spelled: list[tuple[str, bool]] = []
+    for n, token in enumerate(tokens, 1):
+        spelled += [(letter, token not in special) for letter in words[token]]
+        shown = [letter for letter in spelled if letter[1]]
+        ends = []
+        for letters in (spelled, shown):
+            whole = "".join(letter for letter, _ in letters)
+            found = [whole.find(stop) for stop in stops if stop in whole]
+            if found:
+                ends.append("".join(c for c, is_shown in letters[: min(found)] if is_shown))
+        if ends:
+            return n, min(ends, key=len), True
+    return len(tokens), "".join(letter for letter, is_shown in spelled if is_shown), False
 
 
 def test_a_prompt_never_ends_with_a_stop_string(make_session: Factory) -> None:

@@ -585,6 +585,9 @@ def test_jax(weights: Weights, expected: NDArray[np.float32]) -> None:
         ({"hash_bits": 65}, ValueError, "hash_bits"),
         ({"token_bytes": ["text"]}, TypeError, r"token_bytes\[0\]"),
         ({"token_bytes": 5}, TypeError, "iterable"),
+        ({"token_bytes": [b"a"], "special_ids": [97]}, ValueError, "special_ids"),
+        ({"token_bytes": [b"a"], "special_ids": [-1]}, ValueError, "special_ids"),
+        ({"token_bytes": [b"a"], "special_ids": ["a"]}, TypeError, "special_ids"),
         ({"nonsense": 1}, TypeError, "nonsense"),
     ],
 )

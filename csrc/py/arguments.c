@@ -107,29 +107,31 @@ static int read_device(PyObject *device, int *ordinal)
 typedef struct given {
     PyObject *weights, *config, *device, *dtype, *kv_bytes, *block_tokens;
     PyObject *n_threads, *isa, *step_tokens, *token_bytes, *hash_bits;
-    PyObject *activations;
+    PyObject *activations, *special_ids;
     int share, poison;
 } given;
 
 static int parse(given *a, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {
-        "weights",      "config",    "device", "dtype",       "kv_bytes",
-        "block_tokens", "n_threads", "isa",    "step_tokens", "token_bytes",
-        "share",        "hash_bits", "poison", "activations", NULL};
+        "weights",     "config",       "device",      "dtype",
+        "kv_bytes",    "block_tokens", "n_threads",   "isa",
+        "step_tokens", "token_bytes",  "share",       "hash_bits",
+        "poison",      "activations",  "special_ids", NULL};
 
     *a = (given){.dtype = Py_None,
                  .n_threads = Py_None,
                  .isa = Py_None,
                  .token_bytes = Py_None,
                  .activations = Py_None,
+                 .special_ids = Py_None,
                  .share = 1};
     return PyArg_ParseTupleAndKeywords(
-               args, kwargs, "OO|$OOOOOOOOpOpO:Session", keywords, &a->weights,
+               args, kwargs, "OO|$OOOOOOOOpOpOO:Session", keywords, &a->weights,
                &a->config, &a->device, &a->dtype, &a->kv_bytes,
                &a->block_tokens, &a->n_threads, &a->isa, &a->step_tokens,
                &a->token_bytes, &a->share, &a->hash_bits, &a->poison,
-               &a->activations)
+               &a->activations, &a->special_ids)
                ? 0
                : -1;
 }
@@ -200,6 +202,7 @@ int rk_session_arguments_read(rk_session_arguments *out, PyObject *args,
     out->weights = a.weights;
     out->config = a.config;
     out->token_bytes = a.token_bytes;
+    out->special_ids = a.special_ids;
     return 0;
 }
 

@@ -44,7 +44,28 @@ static int fill_table(rk_generating *g, PyObject *items, int32_t vocab_size)
     return 0;
 }
 
-rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size)
+static int fill_special(rk_generating *g, PyObject *special_ids,
+                        int32_t vocab_size)
+{
+    rk_tokens ids = {0};
+
+    if (rk_tokens_read(&ids, special_ids, vocab_size, "special_ids") < 0) {
+        return -1;
+    }
+    g->special = PyMem_RawCalloc((size_t)vocab_size, 1);
+    if (g->special == NULL) {
+        PyErr_NoMemory();
+    } else {
+        for (int32_t i = 0; i < ids.n; i++) {
+            g->special[ids.ids[i]] = 1;
+        }
+    }
+    rk_tokens_free(&ids);
+    return g->special == NULL ? -1 : 0;
+}
+
+rk_generating *rk_generating_new(PyObject *token_bytes, PyObject *special_ids,
+                                 int32_t vocab_size)
 {
     rk_generating *g = PyMem_RawCalloc(1, sizeof *g);
     PyObject *items;
@@ -58,7 +79,9 @@ rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size)
         return g;
     }
     items = PySequence_Tuple(token_bytes);
-    failed = items == NULL || fill_table(g, items, vocab_size) < 0;
+    failed = items == NULL || fill_table(g, items, vocab_size) < 0 ||
+             (special_ids != Py_None &&
+              fill_special(g, special_ids, vocab_size) < 0);
     Py_XDECREF(items);
     if (failed) {
         rk_generating_free(g);
@@ -90,6 +113,7 @@ void rk_generating_free(rk_generating *g)
     rk_failed_free(g);
     PyMem_RawFree(g->token_bytes);
     PyMem_RawFree(g->token_offsets);
+    PyMem_RawFree(g->special);
     PyMem_RawFree(g->queue);
     PyMem_RawFree(g);
 }

@@ -40,6 +40,7 @@ typedef struct rk_submission {
 struct rk_generating {
     uint8_t *token_bytes;   /* of all tokens, one after the other */
     int64_t *token_offsets; /* (vocab_size + 1,); NULL: no table */
+    uint8_t *special;       /* (vocab_size,); NULL: no special tokens */
     uint64_t next_group;
     rk_collector *collectors;
     rk_submission **submissions; /* (n_submissions,) owned; requests rise */

@@ -126,6 +126,7 @@ static int read_settings(settings *s, PyObject *const *objects,
     if (session->generating->token_offsets != NULL) {
         o->token_bytes = session->generating->token_bytes;
         o->token_offsets = session->generating->token_offsets;
+        o->special = session->generating->special;
     }
     return 0;
 }

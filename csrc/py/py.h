@@ -94,7 +94,7 @@ typedef struct branch_object {
  */
 
 typedef struct rk_session_arguments {
-    PyObject *weights, *config, *token_bytes; /* borrowed */
+    PyObject *weights, *config, *token_bytes, *special_ids; /* borrowed */
     int compute; /* RK_F32, RK_BF16, -1: as the weights are */
     int gpu;     /* its number; -1: the CPU */
     rk_options options;
@@ -176,8 +176,10 @@ int rk_config_choice(rk_choice *out, PyObject *object, const char *field);
 
 /* ---- generation (generate.c, collect.c) ---------------------------------- */
 
-/* NULL with an exception. token_bytes: sequence of bytes or None. */
-rk_generating *rk_generating_new(PyObject *token_bytes, int32_t vocab_size);
+/* NULL with an exception. token_bytes: sequence of bytes or None. special_ids:
+ * those whose bytes are no part of the text, or None. */
+rk_generating *rk_generating_new(PyObject *token_bytes, PyObject *special_ids,
+                                 int32_t vocab_size);
 void rk_generating_free(rk_generating *generating); /* takes NULL */
 /* The branch is about to be dropped: forget its request. Lock held. */
 void rk_generating_forget(rk_generating *generating, const rk_branch *branch);

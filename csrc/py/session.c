@@ -137,7 +137,8 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
         goto fail;
     }
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
-    self->generating = rk_generating_new(a.token_bytes, self->vocab_size);
+    self->generating =
+        rk_generating_new(a.token_bytes, a.special_ids, self->vocab_size);
     if (self->generating == NULL || create_engine(self, &a.options) < 0) {
         goto fail;
     }
@@ -561,7 +562,8 @@ static PyType_Slot SLOTS[] = {
     {Py_tp_doc,
      "Session(weights, config, *, device='cpu', dtype=None, "
      "kv_bytes=2147483648, block_tokens=16, n_threads=None, isa=None, "
-     "step_tokens=512, token_bytes=None, share=True, hash_bits=64, "
+     "step_tokens=512, token_bytes=None, special_ids=None, share=True, "
+     "hash_bits=64, "
      "poison=False, activations=None)\n--\n\n"
      "A model on a device, a pool of KV blocks and a tree of branches."},
     {0, NULL},
