@@ -166,7 +166,9 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
     }
     if (options->n_stop_strings > 0 && options->token_bytes == NULL) {
         return rk_fail(err, RK_EVALUE,
-                       "stop: stop strings need a session with a tokenizer");
+                       "stop: stop strings need a tokenizer, and this session "
+                       "has none: pip install 'rksc[hf]' for the model's own, "
+                       "or pass tokenizer=");
     }
     sweep(scheduler);
     rk_request *request = calloc(1, sizeof *request);

@@ -18,6 +18,14 @@ _DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
 }  # fmt: skip
 
 
+def no_tokenizer(field: str) -> ValueError:
+    """The error of a session that takes token ids only and was given text for `field`."""
+    return ValueError(
+        f"{field}: text needs a tokenizer, and this session has none: pip install 'rksc[hf]' for "
+        "the model's own, or pass tokenizer=; token ids work without"
+    )
+
+
 def parse_bytes(value: int | str) -> int:
     """A number of bytes from 1024 or "2GiB", "512MB" (binary units)."""
     number = as_int(value)

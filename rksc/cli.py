@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import CGEE, CapacityError, Sampling, __version__, _core, load, search, solve
+from . import CGEE, CapacityError, Sampling, __version__, _core, cuda, load, search, solve
 from . import bench as bench_module
 from . import demo as demo_module
 from .data import problems
@@ -68,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
     s.add_argument("model", help="a Hugging Face folder or a .gguf file")
-    s.add_argument("--problem", type=_problem, required=True, metavar="TEXT|FILE",
-                   help="the text itself, or a file that holds it (a path that is not there "
-                        "is an error)")  # fmt: skip
+    s.add_argument("problem", type=_problem, metavar="PROBLEM",
+                   help="the text itself, a file that holds it (a path that is not there is an "
+                        "error), or - for standard input")  # fmt: skip
     s.add_argument("--branches", type=_count, default=8, help="how many answers (default 8)")
     s.add_argument("--approach", action="append", metavar="TEXT",
                    help="what an answer begins with; once for each branch")  # fmt: skip
@@ -140,9 +140,15 @@ def _port(text: str) -> int:
 
 
 def _problem(value: str) -> str:
-    """A problem as given, or the contents of the file that it names. What begins like a path or
-    ends like the name of a text, without a blank, and is not there, is no problem but a slip."""
-    if os.path.isdir(value):
+    """A problem as given, the contents of the file that it names, or standard input ("-"). What
+    begins like a path or ends like the name of a text, without a blank, and is not there, is no
+    problem but a slip."""
+    if value == "-":
+        try:
+            value = sys.stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise argparse.ArgumentTypeError(f"standard input: {error}") from None
+    elif os.path.isdir(value):
         raise argparse.ArgumentTypeError(f"{value!r} is a folder")
     if os.path.exists(value):
         try:
@@ -313,7 +319,7 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"instructions  {', '.join(_core.isas)}; best: {_core.isas[-1]}")
     print(f"threads       {_core.default_threads()} of {os.cpu_count()} processors")
     print(f"memory        {_memory()}")
-    print("CUDA          not in this build")
+    print(f"CUDA          {cuda.describe()}")
     path: str | Path | None = options.model
     if path is None and options.selftest:
         path = demo_module.find_model()

@@ -31,6 +31,42 @@ def library() -> str:
     return str(found)
 
 
+def describe() -> str:
+    """What this build and this machine have of CUDA, in one line."""
+    return f"{_build()}; {_driver()}"
+
+
+def _build() -> str:
+    try:
+        path = library()
+    except RuntimeError:
+        return "not in this build (RKSC_CUDA=on adds it)"
+    try:
+        ctypes.CDLL(path)
+    except OSError as error:
+        return f"built, but {error} (pip install 'rksc[cuda]')"
+    return "in this build"
+
+
+def _driver() -> str:
+    """The GPUs of this machine, as NVIDIA's driver names them."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver here (libcuda.so.1)"
+    n, status = ctypes.c_int(), driver.cuInit(0)
+    status = status or driver.cuDeviceGetCount(ctypes.byref(n))
+    if status:
+        return f"the NVIDIA driver says error {status}"
+    found = []
+    for ordinal in range(n.value):
+        name, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        driver.cuDeviceGetName(name, len(name), ordinal)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(memory), ordinal)
+        found.append(f"{name.value.decode(errors='replace')} ({memory.value / 2**30:.0f} GiB)")
+    return ", ".join(found) or "no GPU"
+
+
 def _preload(name: str) -> None:
     """Open a library of NVIDIA's wheels, so that the loader need not search for it."""
     for package in ("nvidia.cu13", "nvidia"):

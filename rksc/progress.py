@@ -1,6 +1,6 @@
 """A progress bar for long work: tqdm where it is installed, else a line of our own.
 
-Shown on a terminal only, unless asked for.
+Shown on a terminal only, unless asked for; or a line for each step, for a log.
 """
 
 from __future__ import annotations
@@ -8,18 +8,23 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
+
+Shown = bool | Literal["lines"] | None
 
 
 class Progress:
     """Phases of a piece of work, one bar at a time, on stderr.
 
-    enabled: None shows it when the stream is a terminal.
+    enabled: None shows it when the stream is a terminal. "lines": a bar on a terminal, elsewhere
+    a line whenever something is done.
     """
 
-    def __init__(self, enabled: bool | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, enabled: Shown = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self.enabled = self._stream.isatty() if enabled is None else enabled
+        terminal = self._stream.isatty()
+        self._bar_of = _Log if enabled == "lines" and not terminal else _bar
+        self.enabled = terminal if enabled is None else bool(enabled)
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -37,7 +42,7 @@ class Progress:
         """Begin a phase of `total` units (None: not known); ends the one before."""
         self.close()
         if self.enabled:
-            self._bar = _bar(name, total, unit, self._stream)
+            self._bar = self._bar_of(name, total, unit, self._stream)
 
     def advance(self, n: int) -> None:
         """n more units are done."""
@@ -57,6 +62,24 @@ def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any:
     except ImportError:
         return _Line(name, total, unit, stream)
     return tqdm(desc=name, total=total, unit=unit, leave=False, file=stream, dynamic_ncols=True)
+
+
+class _Log:
+    """`name  12/34 item  56 s`, a line each time."""
+
+    def __init__(self, name: str, total: int | None, unit: str, stream: TextIO) -> None:
+        self._name, self._unit, self._stream = name, unit, stream
+        self._of = "" if total is None else f"/{total}"
+        self._done, self._start = 0, time.monotonic()
+
+    def update(self, n: int) -> None:
+        self._done += n
+        seconds = time.monotonic() - self._start
+        done = f"{self._done}{self._of} {self._unit}"
+        print(f"{self._name}  {done}  {seconds:.0f} s", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is redrawn, nothing to take away."""
 
 
 class _Line:

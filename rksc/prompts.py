@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .arguments import no_tokenizer
 from .chat import encode_chat, spells_special
 from .session import BranchSession
 from .text import check_text
@@ -40,6 +41,8 @@ class Wordings:
     verify_prompt: str = VERIFY
 
     def __post_init__(self) -> None:
+        if self.session.tokenizer is None:
+            raise no_tokenizer("problem")
         check_text("instruction", self.instruction)
         check_text("verify_prompt", self.verify_prompt)
         if self.system is not None:
@@ -47,12 +50,8 @@ class Wordings:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self.session.tokenizer
-        if tokenizer is None:
-            raise ValueError(
-                "solving needs text, and this session has no tokenizer (pip install rksc[hf])"
-            )
-        return tokenizer
+        assert self.session.tokenizer is not None
+        return self.session.tokenizer
 
     def problem(self, problem: str) -> list[int]:
         """Tokens up to where the answer begins."""

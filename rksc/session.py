@@ -24,6 +24,7 @@ from .arguments import (
     distinct,
     flag,
     integer,
+    no_tokenizer,
     parse_bytes,
     parse_dtype,
 )
@@ -187,7 +188,7 @@ class BranchSession(_core.Session):
 
     def _tokenizer_for(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(f"{field}: text needs a tokenizer, and this session has none")
+            raise no_tokenizer(field)
         return self.tokenizer
 
     # ---- branches --------------------------------------------------------------------------

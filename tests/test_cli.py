@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rksc import Model, Node, Solution, data
+from rksc import Model, Node, Solution, cuda, data
 from rksc import demo as demo_module
 from rksc import selftest as module
-from rksc.cli import _problem, main
+from rksc.cli import _parser, _problem, main
 from rksc.guard import same_numbers
 from rksc.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
 
@@ -33,7 +36,7 @@ def test_version(capsys: Any) -> None:
 
 def test_errors_are_one_line_and_status_2(capsys: Any, tmp_path: Path) -> None:
     for arguments in (
-        ["solve", str(tmp_path / "none.gguf"), "--problem", "x"],
+        ["solve", str(tmp_path / "none.gguf"), "x"],
         ["doctor", str(tmp_path)],
         ["demo", "--number", "40"],
     ):
@@ -67,21 +70,33 @@ def test_a_closed_pipe_is_no_error() -> None:
         (["--html", "/no/such/folder/x"], "--html: cannot write '/no/such/folder/x'"),
         (["--html", "/"], "--html: cannot write"),
         (["--cgee", "turbo"], "--cgee: invalid choice: 'turbo' (choose from"),
-        (["--problem", "/nope.txt"], "--problem: '/nope.txt': no such file"),
-        (["--problem", "./nope"], "--problem: './nope': no such file"),
-        (["--problem", "nope.txt"], "--problem: 'nope.txt': no such file"),
-        (["--problem", "/"], "--problem: '/' is a folder"),
-        (["--problem", ""], "--problem: the problem is empty"),
-        (["--problem", " \n"], "--problem: the problem is empty"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(
     capsys: Any, options: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["solve", "no-such-model.gguf", "--problem", "x", *options])
+        main(["solve", "no-such-model.gguf", "x", *options])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("/nope.txt", "'/nope.txt': no such file"),
+        ("./nope", "'./nope': no such file"),
+        ("nope.txt", "'nope.txt': no such file"),
+        ("/", "'/' is a folder"),
+        ("", "the problem is empty"),
+        (" \n", "the problem is empty"),
+    ],
+)
+def test_a_bad_problem_is_refused_before_any_work(capsys: Any, problem: str, said: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["solve", "no-such-model.gguf", problem])
+    assert stopped.value.code == 2
+    assert f"PROBLEM: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,28 +125,44 @@ def test_a_problem_is_a_text_or_a_file(tmp_path: Path) -> None:
         _problem(str(file))
 
 
+def test_a_problem_comes_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\n"))
+    assert _problem("-") == "2 + 2?"
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    with pytest.raises(argparse.ArgumentTypeError, match="empty"):
+        _problem("-")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    with pytest.raises(argparse.ArgumentTypeError, match=r"standard input: .*utf-8"):
+        _problem("-")
+
+
+@pytest.mark.parametrize("problem", ["-3", "-3 + 5", "- 3"])
+def test_a_problem_may_begin_with_a_minus(problem: str) -> None:
+    assert _parser().parse_args(["solve", "model", problem]).problem == problem
+
+
 def test_a_beam_is_of_a_search(capsys: Any) -> None:
-    assert main(["solve", "no-such-model.gguf", "--problem", "x", "--beam", "5"]) == 2
+    assert main(["solve", "no-such-model.gguf", "x", "--beam", "5"]) == 2
     assert "--beam is for a search" in capsys.readouterr().err
 
 
 def test_an_approach_is_a_whole_answer(capsys: Any) -> None:
-    arguments = ["solve", "none.gguf", "--problem", "x", "--approach", "First", "--depth", "2"]
+    arguments = ["solve", "none.gguf", "x", "--approach", "First", "--depth", "2"]
     assert main(arguments) == 2
     assert "--approach" in capsys.readouterr().err
 
 
 def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
-    assert main(["solve", path, "--problem", "x", "--dtype", "int4"]) == 2
+    assert main(["solve", path, "x", "--dtype", "int4"]) == 2
     assert "dtype" in capsys.readouterr().err
-    assert main(["solve", path, "--problem", "x", "--kv", "much"]) == 2
+    assert main(["solve", path, "x", "--kv", "much"]) == 2
     assert "kv_bytes" in capsys.readouterr().err
 
 
 def test_solve(capsys: Any, path: str, tmp_path: Path) -> None:
     problem, page = tmp_path / "problem.txt", tmp_path / "tree.html"
     problem.write_text("Tom has 3 apples and buys 4. How many has he?\n", "utf-8")
-    arguments = ["solve", path, "--problem", str(problem), "--branches", "3"]
+    arguments = ["solve", path, str(problem), "--branches", "3"]
     arguments += ["--max-new-tokens", "8"]
     assert main([*arguments, "--json", "--html", str(page)]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -148,7 +179,7 @@ def test_solve(capsys: Any, path: str, tmp_path: Path) -> None:
 
 
 def test_solve_searches_when_asked_for_depth(capsys: Any, path: str) -> None:
-    arguments = ["solve", path, "--problem", "2 + 3?", "--branches", "2", "--depth", "2"]
+    arguments = ["solve", path, "2 + 3?", "--branches", "2", "--depth", "2"]
     assert main([*arguments, "--beam", "1", "--max-new-tokens", "6", "--json"]) == 0
     nodes = json.loads(capsys.readouterr().out)["nodes"]
     assert max(node["depth"] for node in nodes) == 2
@@ -165,11 +196,57 @@ def test_bench(capsys: Any, path: str) -> None:
 
 def test_doctor(capsys: Any, path: str) -> None:
     assert main(["doctor"]) == 0
-    assert "instructions" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "instructions" in said
+    assert f"CUDA          {cuda.describe()}\n" in said
     assert main(["doctor", path]) == 0
     said = capsys.readouterr().out
     assert "chat template: yes" in said
     assert "30 layers" in said
+
+
+def test_doctor_tells_what_is_there_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The build's library and the driver's GPUs; both are asked, neither is assumed."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a driver to ask is made by a C compiler")
+    fake = tmp_path / "libcuda.so.1"
+    source = tmp_path / "driver.c"
+    source.write_text(
+        "#include <stddef.h>\n#include <string.h>\n"
+        "int cuInit(unsigned flags) { return BROKEN; }\n"
+        "int cuDeviceGetCount(int *n) { *n = GPUS; return 0; }\n"
+        'int cuDeviceGetName(char *to, int n, int i) { strcpy(to, "GPU X"); return 0; }\n'
+        "int cuDeviceTotalMem_v2(size_t *to, int i) { *to = (size_t)80 << 30; return 0; }\n"
+    )
+    real = ctypes.CDLL
+
+    def driver(gpus: int, broken: int = 0) -> str:
+        made = tmp_path / f"{gpus}-{broken}.so"
+        numbers = [f"-DGPUS={gpus}", f"-DBROKEN={broken}"]
+        command = [compiler, "-shared", "-fPIC", *numbers, str(source), "-o", str(made)]
+        subprocess.run(command, check=True)
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda name, **k: real(made if name == fake.name else name, **k)
+        )
+        return cuda.describe()
+
+    monkeypatch.delenv("RKSC_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(cuda, "__file__", str(tmp_path / "cuda.py"))  # no library beside it
+    assert driver(2) == ("not in this build (RKSC_CUDA=on adds it); GPU X (80 GiB), GPU X (80 GiB)")
+    monkeypatch.setenv("RKSC_CUDA_LIBRARY", str(tmp_path / "2-0.so"))
+    assert driver(0) == "in this build; no GPU"
+    assert driver(1, broken=999) == "in this build; the NVIDIA driver says error 999"
+    monkeypatch.setenv("RKSC_CUDA_LIBRARY", str(tmp_path / "gone.so"))
+    assert driver(1).startswith("built, but ")
+
+    def no_driver(name: str, **options: Any) -> Any:
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_driver)
+    assert cuda.describe().endswith("no NVIDIA driver here (libcuda.so.1)")
 
 
 def test_selftest_passes(smollm2: Model) -> None:

@@ -371,6 +371,33 @@ def test_data_are_found_from_below(
         find_data()
 
 
+def test_the_package_has_what_it_may_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Outside of a clone: two sets, and questions of our own for the gate; the rest is named."""
+    package = Path(task_module.__file__).parents[1]
+    monkeypatch.setattr(
+        task_module, "__file__", str(tmp_path / "rksc" / "experiments" / "tasks.py")
+    )
+    (tmp_path / "rksc").mkdir()
+    (tmp_path / "rksc" / "data").symlink_to(package / "data")
+    monkeypatch.chdir("/")
+    folder = find_data()
+    assert folder == tmp_path / "rksc" / "data"
+    sizes = {name: len(rows) for name, rows in problem_sets(folder).items()}
+    assert sizes == {"gsm8k": 200, "mmlu_stem": 200}
+    assert task_module.examples(folder, "gsm8k", 8).count("Question:") == 8
+    by_group = wording_pairs(folder)
+    assert len(by_group) == 12
+    for pairs in by_group.values():
+        assert {p.kind for p in pairs} >= {
+            task_module.REWORDING, task_module.NUMBER_CHANGED, task_module.FACT_REMOVED,
+            task_module.REVERSED, task_module.ADDED, task_module.UNRELATED,
+        }  # fmt: skip
+        assert all(is_rewording(p.own, p.root) for p in pairs if p.kind == task_module.REWORDING)
+    said = task_module.missing_data(folder)
+    assert said is not None and "arc_challenge" in said and "--data FOLDER" in said
+    assert task_module.missing_data(tmp_path) is None
+
+
 def test_data_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="--data"):
         find_data(tmp_path)

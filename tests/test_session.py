@@ -16,8 +16,9 @@ from models import T4
 from reference import philox, softmax
 from sessions import DEVICE, assert_same, block_bytes
 
-from rksc import ASKS, CGEE, RSBCM, BranchSession, CapacityError, Sampling
+from rksc import ASKS, CGEE, RSBCM, BranchSession, CapacityError, Sampling, search, solve
 from rksc.arguments import parse_bytes, parse_dtype
+from rksc.clients import OpenAI
 from rksc.results import Stats, Token
 from rksc.text import TextStream, final_text
 
@@ -898,6 +899,30 @@ def test_a_wrong_argument_is_named_and_nothing_lost(
     assert session.stats().branches == 1
     assert session.n_requests == 0
     assert branch.n_tokens == 20
+    session.check()
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("tokens", lambda s, b: s.prefill("Hi")),
+        ("suffix", lambda s, b: s.prefill([1], suffix="Hi")),
+        ("stop", lambda s, b: s.generate(b, 2, stop="x")),
+        ("decode", lambda s, b: s.decode([1])),
+        ("problem", lambda s, b: solve(s, "Hi")),
+        ("problem", lambda s, b: search(s, "Hi")),
+        ("model", lambda s, b: OpenAI(s)),
+    ],
+)
+def test_text_without_a_tokenizer_says_what_to_install(
+    make_session: Make, field: str, call: Any
+) -> None:
+    session = make_session(T4)
+    branch = session.prefill(T4.tokens(20))
+    with pytest.raises(
+        ValueError, match=rf"^{field}: .*needs? a tokenizer.*pip install 'rksc\[hf]'"
+    ):
+        call(session, branch)
     session.check()
 
 

@@ -393,6 +393,24 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         assert bool(stream.getvalue()) is shown
 
 
+def test_a_log_gets_a_line_for_each_step() -> None:
+    """What is piped into a file is not redrawn."""
+    stream = io.StringIO()
+    with Progress("lines", stream) as progress:
+        assert progress.enabled
+        progress.phase("answers", 3, unit="item")
+        progress.advance(1)
+        progress.advance(2)
+    first, second = stream.getvalue().splitlines()
+    assert re.fullmatch(r"answers  1/3 item  \d+ s", first)
+    assert re.fullmatch(r"answers  3/3 item  \d+ s", second)
+    terminal = Terminal()
+    with Progress("lines", terminal) as progress:
+        progress.phase("answers", 3, unit="item")
+        progress.advance(1)
+    assert "\r" in terminal.getvalue()
+
+
 def test_progress_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
     stream = Terminal()

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._core import Branch, CapacityError
+from ..arguments import no_tokenizer
 from ..load import Model
 from ..options import Sampling
 from ..results import Token
@@ -90,7 +91,7 @@ class Engine:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         if self.session.tokenizer is None:
-            raise ValueError("model: clients speak text, and this one has no tokenizer")
+            raise no_tokenizer("model")
         self.tokenizer: Tokenizer = self.session.tokenizer
         self.token_bytes = self.tokenizer.token_bytes(self.session.config.vocab_size)
         self.max_rows = max_rows

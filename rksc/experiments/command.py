@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small sets: minutes, wide intervals")
     parser.add_argument("--n", type=int, help="problems or questions of each set")
     parser.add_argument(
-        "--data", type=Path, help="folder with the data (default: data/ of a clone)"
+        "--data",
+        type=Path,
+        help="folder with the data (default: data/ of a clone, else what comes with rksc)",
     )
     where = "folder of tables and pictures; a stopped run goes on from there"
     parser.add_argument("--out", type=Path, default=Path("results"), help=where)
@@ -38,6 +41,7 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
 def experiment(options: argparse.Namespace) -> int:
     """Run one experiment, or all and their report; tables go to --out and are printed."""
     from . import EXPERIMENTS, Lab, report
+    from .tasks import missing_data
 
     engine: dict[str, Any] = {"n_threads": options.threads}
     if options.dtype is not None:
@@ -45,8 +49,11 @@ def experiment(options: argparse.Namespace) -> int:
     lab = Lab(
         options.model or find_model(), quick=options.quick, n=options.n, data=options.data,
         out=options.out, n_workers=options.workers, ray=options.ray, seed=options.seed,
-        engine=engine,
+        engine=engine, progress="lines",
     )  # fmt: skip
+    lacking = missing_data(lab.folder)
+    if lacking is not None:
+        print(lacking, file=sys.stderr)
     if options.name != "all":
         table = EXPERIMENTS[options.name](lab)
         print(table)

@@ -28,7 +28,7 @@ import numpy as np
 from .. import _core
 from ..demo import best_dtype
 from ..load import Model, load
-from ..progress import Progress
+from ..progress import Progress, Shown
 from ..scalars import as_int
 from ..session import BranchSession
 from .tasks import find_data
@@ -86,7 +86,8 @@ class Lab:
 
     n_workers processes measure what needs no clock; timed measurements run one at a time in
     this process. ray: over the cluster that `ray.init()` finds (extra [ray]). engine: options
-    of the sessions.
+    of the sessions. progress: None shows a bar on a terminal; "lines" elsewhere a line for each
+    measurement.
     """
 
     model: Model | str | Path
@@ -97,7 +98,7 @@ class Lab:
     n_workers: int = 1
     ray: bool = False
     seed: int = 0
-    progress: bool | None = None
+    progress: Shown = None
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Problems, rewordings and near-duplicates, from `data/` of a clone or the user's own folder."""
+"""Problems, rewordings and near-duplicates: `data/` of a clone, the user's own folder, or the part
+of the data that comes with the package."""
 
 from __future__ import annotations
 
@@ -71,18 +72,31 @@ class Pair:
 
 def find_data(folder: str | Path | None = None) -> Path:
     """The folder with the data: this one, else `data` of the current folder, of one that it is in,
-    or of the clone that rksc is imported from. FileNotFoundError tells how to get it."""
-    here = Path.cwd()
-    clone = Path(__file__).resolve().parents[2]
-    around = [above / "data" for above in (here, *here.parents, clone)]
+    or of the clone that rksc is imported from, else what the package holds (`missing_data` names
+    the rest). FileNotFoundError tells how to get it."""
+    here, package = Path.cwd(), Path(__file__).resolve().parents[1]
+    around = [above / "data" for above in (here, *here.parents, package.parent, package)]
     for path in around if folder is None else [Path(folder)]:
         if any((path / f"{name}.jsonl").is_file() for name in (*SETS, "rewordings")):
             return path
     where = f"a folder data of {here} or above" if folder is None else str(folder)
-    raise FileNotFoundError(
-        f"no data in {where}: some of it is share-alike and not in the wheel; take data/ of a "
-        "clone or of the source archive and pass --data FOLDER"
+    raise FileNotFoundError(f"no data in {where}: {_ELSEWHERE}")
+
+
+def missing_data(folder: Path) -> str | None:
+    """What the package's own data lack and where it is; None for any other folder."""
+    if folder != Path(__file__).resolve().parents[1] / "data":
+        return None
+    return (
+        f"{folder} has gsm8k, mmlu_stem and 12 questions with rewordings of rksc's own. "
+        f"arc_challenge and the 300 reworded questions of GSM-Plus: {_ELSEWHERE}"
     )
+
+
+_ELSEWHERE = (
+    "some of the data are share-alike and not in the wheel; take data/ of a clone or of the source "
+    "archive (pip download --no-deps --no-binary rksc rksc) and pass --data FOLDER"
+)
 
 
 def problem_sets(folder: Path, n: int | None = None, seed: int = 0) -> dict[str, list[Problem]]:
@@ -119,7 +133,7 @@ def wording_pairs(folder: Path, n: int | None = None, seed: int = 0) -> dict[str
     """
     path = folder / _REWORDINGS
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file; see data/README.md")
+        raise FileNotFoundError(f"{path}: there is no such file; {_ELSEWHERE}")
     rows = {str(row["gsm8k_id"]): row for row in _rows(path)}
     near: dict[str, list[dict[str, Any]]] = {group: [] for group in rows}
     if (folder / "near_duplicates.jsonl").is_file():
