@@ -27,9 +27,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ._core import CapacityError
 from .clients._engine import Engine, Sample
-from .clients._wire import Chunks, FieldError, Request, lean, read_chat, read_completion, response
+from .clients._errors import RequestError, error_of
+from .clients._wire import Chunks, Request, lean, read_chat, read_completion, response
 from .clients.openai import model_card, no_model
 from .results import Token
 
@@ -146,46 +146,31 @@ async def _closed(connection: HTTPRequest) -> None:
         pass
 
 
-class _Refused(Exception):
-    """Ends a request with this status and error."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param = status, param
-
-
-def _error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
-def _refusal(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body for what went wrong."""
-    if isinstance(error, _Refused):
-        return error.status, _error(error.status, str(error), error.param)
-    if isinstance(error, FieldError):
-        return 400, _error(400, str(error), error.field)
-    if isinstance(error, CapacityError):
-        return 400, _error(400, str(error), "max_tokens")
-    status = 400 if isinstance(error, ValueError) else 500
-    return status, _error(status, str(error) or type(error).__name__)
+def _refusal(error: Exception) -> JSONResponse:
+    """The answer to a request that ends with this."""
+    found = error_of(error)
+    return JSONResponse({"error": found.body}, found.status_code)
 
 
 async def _body(connection: HTTPRequest) -> Mapping[str, Any]:
     kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a web page may send anywhere is of other types
-        raise _Refused(415, f"the content type must be application/json, got {kind or 'none'}")
+        raise RequestError(
+            f"the content type must be application/json, got {kind or 'none'}",
+            code="unsupported_content_type",
+            status_code=415,
+        )
     data = bytearray()
     async for piece in connection.stream():
         data += piece
         if len(data) > MAX_BODY:
-            raise _Refused(413, f"the body has more than {MAX_BODY} bytes")
+            raise RequestError(f"the body has more than {MAX_BODY} bytes", status_code=413)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _Refused(400, f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
-        raise _Refused(400, "the body must be a JSON object")
+        raise RequestError("the body must be a JSON object")
     return body
 
 
@@ -216,12 +201,12 @@ class Service:
     async def model(self, connection: HTTPRequest) -> Response:
         name, known = connection.path_params["model"], self._engine.name
         if name != known:
-            return JSONResponse(_error(404, no_model(name, known), "model"), 404)
+            return _refusal(no_model(name, known))
         return JSONResponse(model_card(known))
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._worker is None or not self._worker.alive:
-            return JSONResponse(_error(503, "the engine's thread has ended"), 503)
+            return _refusal(RequestError("the engine's thread has ended", status_code=503))
         return JSONResponse({"status": "ok"})
 
     async def _complete(self, connection: HTTPRequest, read: Read) -> Response:
@@ -230,7 +215,8 @@ class Service:
             name = body.get("model") or self._engine.name
             request = await run_in_threadpool(read, self._engine, body, str(name))
             if self._engine.n_waiting + len(request.samples) > MAX_WAITING:
-                raise _Refused(503, f"{self._engine.n_waiting} samples wait already")
+                waiting = f"{self._engine.n_waiting} samples wait already"
+                raise RequestError(waiting, status_code=503)
             assert self._worker is not None
             answer = Answer(self._worker, request)
             if request.stream:
@@ -240,8 +226,7 @@ class Service:
             made = await run_in_threadpool(response, self._engine, request)
             return JSONResponse(lean(made))
         except Exception as error:
-            status, refusal = _refusal(error)
-            return JSONResponse(refusal, status)
+            return _refusal(error)
 
     async def _events(self, answer: Answer) -> AsyncIterator[str]:
         chunks = Chunks(self._engine, answer.request)
@@ -255,7 +240,7 @@ class Service:
                 for chunk in chunks.closing():
                     yield _event(chunk)
             except Exception as error:
-                yield _event(_refusal(error)[1])
+                yield _event({"error": error_of(error).body})
         yield "data: [DONE]\n\n"
 
 
@@ -278,9 +263,9 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         own = _host_name(f"//{host}")
         if self._hosts is not None and own not in self._hosts:
-            return JSONResponse(_error(400, f"this server is not called {host!r}"), 400)
+            return _refusal(RequestError(f"this server is not called {host!r}"))
         if origin is not None and (_host_name(origin) or origin) not in (own, *LOOPBACK):
-            return JSONResponse(_error(403, f"web pages of {origin} are refused"), 403)
+            return _refusal(RequestError(f"web pages of {origin} are refused", status_code=403))
         return None
 
 
@@ -296,7 +281,9 @@ def _no_route(connection: HTTPRequest, error: Exception) -> Response:
     """A path or a method that is not served."""
     assert isinstance(error, HTTPException)
     said = f"{connection.method} {connection.url.path}: {error.detail}"
-    return JSONResponse(_error(error.status_code, said), error.status_code, error.headers)
+    code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
+    found = RequestError(said, code=code, status_code=error.status_code)
+    return JSONResponse({"error": found.body}, found.status_code, error.headers)
 
 
 def application(engine: Engine, hosts: Collection[str] | None = None) -> Starlette:

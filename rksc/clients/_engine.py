@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._core import Branch, CapacityError
+from .._core import Branch
 from ..arguments import no_tokenizer
 from ..load import Model
 from ..options import Sampling
@@ -26,6 +26,7 @@ from ..results import Token
 from ..session import BranchSession
 from ..tokenizer import Tokenizer
 from ..types import Tokens
+from ._errors import ContextLengthError
 
 Alternatives = tuple[NDArray[np.int64], NDArray[np.float32]]
 """The k most likely tokens and their natural log-probabilities, most likely first. The token that
@@ -35,6 +36,7 @@ Score = tuple[NDArray[np.float32], NDArray[np.int32]]
 """The natural log-probability of each token of a continuation, and the tokens that would have been
 most likely in their places."""
 
+_MORE_KV = "give the session more kv_bytes (rksc serve: --kv)"
 _LOGITS_AT_ONCE = 64  # rows of a vocabulary's width that are held at once
 
 
@@ -111,16 +113,23 @@ class Engine:
         return np.array(self.session.encode(text, bos=None, field=field), np.int32)
 
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
-        """The prompt as int32; ValueError names the field of one that is empty or too long."""
+        """The prompt as int32; ValueError names the field of one that is empty, ContextLengthError
+        that of one that has more tokens than there are positions or room for in the KV budget."""
         tokens = np.asarray(prompt)
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise ValueError(f"{field}: tokens must be a sequence of ints")
         if not len(tokens):
             raise ValueError(f"{field} is empty")
-        limit = self.session.config.max_positions
-        if len(tokens) >= limit:
-            raise ValueError(
-                f"{field}: {len(tokens)} tokens leave no room in the model's {limit} positions"
+        positions = self.session.config.max_positions
+        if len(tokens) >= positions or len(tokens) > self._budget:
+            limit, why, way = positions, "its positions, one of them for an answer", ""
+            if self._budget < positions:
+                limit, way = self._budget, f", or {_MORE_KV}"
+                why = f"its KV budget, for {positions} positions"
+            raise ContextLengthError(
+                field.partition("[")[0],
+                f"{field}: {len(tokens)} tokens are too many. This model's maximum context length "
+                f"is {limit} tokens ({why}): shorten it{way}",
             )
         if tokens.min() < 0 or tokens.max() >= self.session.config.vocab_size:
             raise ValueError(f"{field}: a token is outside the vocabulary")
@@ -132,18 +141,25 @@ class Engine:
         """Queue samples; all or none, and without waiting. CapacityError: one would not fit even
         alone."""
         for sample in samples:
-            positions = self.session.config.max_positions - len(sample.prompt)
-            room = self._budget - len(sample.prompt)
-            if sample.max_new_tokens is None:
-                sample.max_new_tokens = max(1, min(positions, room))
-            if min(sample.max_new_tokens, positions) > room:
-                raise CapacityError(
-                    f"max_tokens: {len(sample.prompt)} tokens of prompt and up to "
-                    f"{sample.max_new_tokens} new ones do not fit the KV budget of "
-                    f"{self._budget} tokens: ask for fewer, or give the session more kv_bytes "
-                    "(rksc serve: --kv)"
-                )
+            sample.max_new_tokens = self.check_room(len(sample.prompt), sample.max_new_tokens)
         self._waiting.extend(samples)
+
+    def check_room(self, n_prompt: int, wanted: int | None, field: str = "max_tokens") -> int:
+        """The new tokens after so many of a prompt; None wants as many as there is room for. What
+        exceeds the model's positions is cut later, what exceeds the KV budget is a CapacityError
+        that names the field."""
+        positions = self.session.config.max_positions - n_prompt
+        room = self._budget - n_prompt
+        if wanted is None:
+            wanted = max(1, min(positions, room))
+        if min(wanted, positions) > room:
+            raise ContextLengthError(
+                field,
+                f"{field}: {n_prompt} tokens of prompt and up to {wanted} new ones are too many. "
+                f"This model's maximum context length is {self._budget} tokens (its KV budget): "
+                f"ask for fewer, or {_MORE_KV}",
+            )
+        return wanted
 
     def cancel(self, samples: Iterable[Sample]) -> None:
         """End what has not ended; KV is freed, tokens so far stay. Waits at most for the step that

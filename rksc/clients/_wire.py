@@ -23,6 +23,7 @@ from ..results import Token
 from ..scalars import as_float, as_int
 from ..text import check_text
 from ._engine import Alternatives, Engine, Sample, copies
+from ._errors import FieldError, RequestError
 from ._record import Record
 
 MAX_SAMPLES = 1024  # of one request
@@ -70,14 +71,6 @@ _MESSAGE = dict.fromkeys(
     ("role", "content", "refusal", "annotations", "audio", "function_call", "tool_calls")
 )
 _OPTIONAL = {*_ANSWER, *_MESSAGE, "completion_tokens_details", "audio_tokens"}
-
-
-class FieldError(ValueError):
-    """A field of a request that is wrong; `field` names it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 def not_supported(name: str, value: Any) -> str:
@@ -188,6 +181,8 @@ def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
             **options,
         )
         prompt = engine.check_prompt(tokens, "messages")
+    except RequestError:
+        raise
     except ValueError as error:
         raise FieldError("messages", str(error)) from None
     logprobs = f.flag("logprobs")
@@ -195,7 +190,7 @@ def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
     if k and not logprobs:
         raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
     name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    limit = f.integer(name, None, 0, 2**31 - 1)
+    limit = engine.check_room(len(prompt), f.integer(name, None, 0, 2**31 - 1), name)
     return _request(engine, f, True, model, [prompt], limit, logprobs, k)
 
 
@@ -314,6 +309,8 @@ def _prompts(f: Fields, engine: Engine) -> list[NDArray[np.int32]]:
         try:
             tokens = engine.encode(prompt, where) if isinstance(prompt, str) else prompt
             prompts.append(engine.check_prompt(tokens, where))
+        except RequestError:
+            raise
         except ValueError as error:
             raise FieldError("prompt", str(error)) from None
     return prompts

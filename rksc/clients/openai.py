@@ -14,8 +14,9 @@ from typing import Any
 from ..load import Model
 from ..session import BranchSession
 from ._engine import Engine
+from ._errors import FieldError
 from ._record import Record
-from ._wire import Chunks, FieldError, Request, read_chat, read_completion, response
+from ._wire import Chunks, Request, read_chat, read_completion, response
 
 # What the openai package takes for its transport; there is none here.
 _TRANSPORT = {"timeout", "extra_headers", "extra_query"}
@@ -114,7 +115,7 @@ class _Models:
     def retrieve(self, model: str) -> Record:
         """Its card; ValueError for a name that `list` does not have."""
         if model != self._name:
-            raise FieldError("model", no_model(model, self._name))
+            raise no_model(model, self._name)
         return Record(model_card(self._name))
 
 
@@ -165,5 +166,6 @@ def model_card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "rksc"}
 
 
-def no_model(name: str, known: str) -> str:
-    return f"model {name!r} does not exist: there is {known!r}"
+def no_model(name: str, known: str) -> FieldError:
+    said = f"model {name!r} does not exist: there is {known!r}"
+    return FieldError("model", said, "model_not_found", 404)

@@ -1,0 +1,122 @@
+"""Errors as OpenAI's: status, type, param and code, the same as exceptions and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asking import ASK
+from letters import Letters
+
+from rksc import CapacityError
+from rksc.clients import LLM, OpenAI, SamplingParams
+
+pytest.importorskip("starlette")
+
+from asgi import ask
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def refusal(client: OpenAI, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The error object of a request, which server and client in the process have alike."""
+    create = client.chat.completions.create if path == CHAT else client.completions.create
+    with pytest.raises(ValueError) as refused:
+        create(**body)
+    error: Any = refused.value
+    status, answer = ask(client.engine, path, body)
+    assert status == error.status_code
+    assert answer["error"] == error.body
+    assert error.body == {k: getattr(error, k) for k in ("message", "type", "param", "code")}
+    assert str(error) == error.message
+    assert not client.engine.busy
+    return error.body  # type: ignore[no-any-return]
+
+
+def n_tokens(body: dict[str, Any]) -> int:
+    """Of the last prompt."""
+    if "messages" in body:
+        text = Letters(chat=True).chat(body["messages"], add_generation_prompt=True)
+        return len(Letters().encode(text))
+    prompt = body["prompt"]
+    text = prompt[-1] if isinstance(prompt[0], str) and isinstance(prompt, list) else prompt
+    return len(Letters().encode(text) if isinstance(text, str) else text)
+
+
+TOO_LONG: list[tuple[str, str, dict[str, Any]]] = [
+    ("messages", CHAT, {"messages": [{"role": "user", "content": "th " * 600}]}),
+    ("messages", CHAT, {"messages": ASK * 40, "stream": True, "max_tokens": 1}),
+    ("prompt", COMPLETION, {"prompt": "abc " * 600}),
+    ("prompt", COMPLETION, {"prompt": ["th", "th " * 600], "echo": True}),
+    ("prompt", COMPLETION, {"prompt": [5] * 512}),
+]
+
+
+@pytest.mark.parametrize("field, path, body", TOO_LONG)
+def test_a_full_context_has_openais_code(
+    client: OpenAI, field: str, path: str, body: dict[str, Any]
+) -> None:
+    """Programs shorten a chat at this code, or at these words and the number after them."""
+    error = refusal(client, path, body)
+    assert error["code"] == "context_length_exceeded"
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field
+    assert "maximum context length is 512 tokens" in error["message"]
+    assert f" {n_tokens(body)} tokens are too many" in error["message"]
+
+
+def test_one_token_less_than_the_context_is_answered(client: OpenAI) -> None:
+    answer = client.completions.create(prompt=[5] * 511, max_tokens=9, temperature=0)
+    assert answer.usage.total_tokens == 512
+
+
+def test_a_full_kv_budget_is_a_full_context(make_client: Callable[..., OpenAI]) -> None:
+    """By the prompt alone, and by the prompt with the new tokens that are asked for."""
+    client = make_client(kv_bytes="96KiB")
+    stats = client.engine.session.stats()
+    budget = stats.blocks_total * stats.block_tokens
+    assert budget < 400
+    for field, path, body in (
+        ("prompt", COMPLETION, {"prompt": [5] * (budget + 1), "max_tokens": 0}),
+        ("max_tokens", COMPLETION, {"prompt": [5] * budget, "max_tokens": 1}),
+        ("max_tokens", CHAT, {"messages": ASK, "max_tokens": budget}),
+        ("max_completion_tokens", CHAT, {"messages": ASK, "max_completion_tokens": budget}),
+    ):
+        error = refusal(client, path, body)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert f"maximum context length is {budget} tokens" in error["message"]
+    with pytest.raises(CapacityError, match="maximum context length") as refused:
+        LLM(client).generate([[5, 6], [5] * (budget + 1)], SamplingParams(max_tokens=1))
+    assert refused.value.param == "prompts"  # type: ignore[attr-defined]
+    assert "prompts[1]" in str(refused.value)
+
+
+def test_an_unknown_model_is_a_404(client: OpenAI) -> None:
+    with pytest.raises(ValueError, match="gpt-4") as refused:
+        client.models.retrieve("gpt-4")
+    error: Any = refused.value
+    status, answer = ask(client.engine, "/v1/models/gpt-4", method="GET")
+    assert status == error.status_code == 404
+    assert answer["error"] == error.body
+    assert (error.param, error.code) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "status, code, request_of",
+    [
+        (404, "unknown_url", {"path": "/v1/nothing", "body": {}}),
+        (405, "method_not_supported", {"path": CHAT, "method": "GET"}),
+        (415, "unsupported_content_type", {"path": CHAT, "body": b"{}", "content-type": "a/b"}),
+        (400, None, {"path": COMPLETION, "body": b"{no json"}),
+        (400, None, {"path": CHAT, "body": [1]}),
+    ],
+)
+def test_what_is_no_request_at_all(
+    client: OpenAI, status: int, code: str | None, request_of: dict[str, Any]
+) -> None:
+    found, answer = ask(client.engine, **request_of)
+    error = answer["error"]
+    assert (found, error["code"], error["param"]) == (status, code, None)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
