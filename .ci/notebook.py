@@ -1,8 +1,8 @@
 """Runs a notebook in its own folder and compares what it prints with what is saved in it.
 
 python .ci/notebook.py NOTEBOOK. Numbers may differ, as between instruction sets; words may not: a
-notebook whose saved outputs are those of older code fails. `--save` keeps the new outputs. `--in FOLDER`
-runs it there, on whatever data it finds, and compares nothing.
+notebook whose saved outputs are those of older code fails. `--save` keeps the new outputs.
+`--in FOLDER` runs it there, on whatever data it finds, and compares nothing.
 """
 
 from __future__ import annotations

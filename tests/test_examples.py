@@ -95,7 +95,7 @@ def test_the_readmes_ten_lines(smollm2: Model, capsys: Any) -> None:
     """They print a mark for each branch and the best one; the model does answer the question."""
     page = (ROOT / "README.md").read_text("utf-8")
     block = re.search(
-        r"^## Ten lines\n\n.*\[hf\].*\n\n```python\n(.*?)^```", page, re.M | re.DOTALL
+        r"^## Ten lines\n\n[^\n]*\[hf\][^\n]*\n\n```python\n(.*?)^```", page, re.M | re.DOTALL
     )
     assert block is not None
     code = block[1].replace("path/to/hf-folder-or.gguf", str(smollm2.path))
