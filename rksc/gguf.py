@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .stored import Stored, map_file
+from .fields import Fields
+from .files import map_file, plain, reading, shown, what_is
+from .scalars import as_int
+from .stored import Stored
 
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -36,8 +40,9 @@ _RARE = {
     22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
+MAGIC = b"GGUF"
 _LENGTH = struct.Struct("<Q")
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -56,59 +61,66 @@ def read_gguf(path: str | Path) -> GGUF:
     """
     path = Path(path)
     first = _read_one(path)
-    count = first.metadata.get("split.count", 1)
-    if not isinstance(count, int):
-        raise ValueError(f"{path}: split.count must be a number, got {count!r}")
-    shards = [first] if count in (0, 1) else _read_shards(path, first, count)
+    with reading(path):
+        count = Fields(first.metadata).integer("split.count", default=1)
+        paths: Iterable[Path] = [path] if count in (0, 1) else _shard_paths(path, count)
+    shards: list[GGUF] = []
     tensors: dict[str, Stored] = {}
-    for shard in shards:
-        for name, stored in shard.tensors.items():
-            if name in tensors:
-                raise ValueError(f"{stored.path}: tensor {name} is in {tensors[name].path} too")
-            tensors[name] = _with_known_type(stored)
-    expected = shards[0].metadata.get("split.tensors.count", len(tensors))
-    if expected != len(tensors):
-        raise ValueError(
-            f"{path}: the shards hold {len(tensors)} tensors, split.tensors.count says {expected}"
-        )
+    for i, shard_path in enumerate(paths):
+        with reading(shard_path):
+            shards.append(first if shard_path == path else _read_shard(shard_path, count))
+            if count > 1:
+                _check_shard(shards[i], shards[0], i, count)
+            for name, stored in shards[i].tensors.items():
+                if name in tensors:
+                    raise ValueError(f"tensor {name} is in {tensors[name].path} too")
+                tensors[name] = _with_known_type(stored)
+    with reading(path):
+        keys = Fields(shards[0].metadata)
+        expected = keys.integer("split.tensors.count", default=len(tensors))
+        if expected != len(tensors):
+            raise ValueError(
+                f"the shards hold {len(tensors)} tensors, split.tensors.count says {expected}"
+            )
     return GGUF(shards[0].metadata, tensors)
 
 
-def _read_shards(path: Path, opened: GGUF, count: int) -> list[GGUF]:
-    """All shards in order; `opened` is the one at `path`."""
+def _shard_paths(path: Path, count: int) -> Iterator[Path]:
+    """Where all shards should be, of which `path` is one."""
     match = _SHARD.fullmatch(path.name)
     if match is None:
         raise ValueError(
-            f"{path}: split.count is {count}, so the name must end in -00001-of-00002.gguf or alike"
+            f"split.count is {count}, so the name must end in -00001-of-00002.gguf or alike"
         )
     if int(match[3]) != count or not 1 <= int(match[2]) <= count:
-        raise ValueError(f"{path}: the name disagrees with split.count = {count}")
-    paths = [path.with_name(f"{match[1]}-{i:05}-of-{match[3]}.gguf") for i in range(1, count + 1)]
-    missing = [p for p in paths if not p.is_file()]
-    if missing:
-        raise ValueError(f"{missing[0]}: shard is missing ({len(missing)} of {count} are)")
-    shards = [opened if p == path else _read_one(p) for p in paths]
-    for i, (shard_path, shard) in enumerate(zip(paths, shards, strict=True)):
-        for key, value in (("split.no", i), ("split.count", count)):
-            if shard.metadata.get(key) != value:
-                raise ValueError(
-                    f"{shard_path}: {key} is {shard.metadata.get(key)!r}, expected {value}"
-                )
-        total = shards[0].metadata.get("split.tensors.count")
-        if shard.metadata.get("split.tensors.count", total) != total:
-            raise ValueError(f"{shard_path}: split.tensors.count differs from the first shard's")
-    return shards
+        raise ValueError(f"the name disagrees with split.count = {count}")
+    return (path.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf") for i in range(count))
+
+
+def _read_shard(path: Path, count: int) -> GGUF:
+    if not path.is_file():
+        raise ValueError(f"shard is missing, one of {count}")
+    return _read_one(path)
+
+
+def _check_shard(shard: GGUF, first: GGUF, i: int, count: int) -> None:
+    for key, value in (("split.no", i), ("split.count", count)):
+        if as_int(shard.metadata.get(key)) != value:
+            raise ValueError(f"{key} is {shown(shard.metadata.get(key))}, expected {value}")
+    total = first.metadata.get("split.tensors.count")
+    if as_int(shard.metadata.get("split.tensors.count", total)) != as_int(total):
+        raise ValueError("split.tensors.count differs from the first shard's")
 
 
 class _Cursor:
     """Reads values one after another; never past the end."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
         self.what = "the header"  # for messages
 
     def fail(self, text: str) -> ValueError:
-        return ValueError(f"{self.path}: {self.what}: {text}")
+        return ValueError(f"{self.what}: {text}")
 
     def take(self, n: int) -> int:
         """Claim the next n bytes; returns where they start."""
@@ -175,10 +187,15 @@ class _Cursor:
 
 
 def _read_one(path: Path) -> GGUF:
-    cursor = _Cursor(path, map_file(path))
+    with reading(path):
+        return _parse(path, _Cursor(map_file(path)))
+
+
+def _parse(path: Path, cursor: _Cursor) -> GGUF:
     magic = bytes(cursor.data[cursor.take(4) : 4])
-    if magic != b"GGUF":
-        raise cursor.fail(f"magic {magic!r} is not b'GGUF'")
+    if magic != MAGIC:
+        other = what_is(bytes(cursor.data[:64]))
+        raise cursor.fail(f"magic {magic!r} is not {MAGIC!r}" + (f": {other}" if other else ""))
     version = cursor.scalar("I")
     if version not in (2, 3):
         raise cursor.fail(f"version {version} is not supported (2, 3, little-endian)")
@@ -188,21 +205,19 @@ def _read_one(path: Path) -> GGUF:
     for _ in range(n_keys):
         cursor.what = "a metadata key"
         key = cursor.string()
-        cursor.what = f"key {key}"
+        cursor.what = f"key {plain(key, 100)}"
         if key in metadata:
             raise cursor.fail("appears twice")
         metadata[key] = cursor.value()
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= 65536 or alignment.bit_count() != 1:
-        raise ValueError(
-            f"{path}: general.alignment {alignment!r} is no power of two from 8 to 65536"
-        )
-    tensors = _read_tensors(cursor, n_tensors, alignment)
+        raise ValueError(f"general.alignment {shown(alignment)} is no power of two from 8 to 65536")
+    tensors = _read_tensors(path, cursor, n_tensors, alignment)
     return GGUF(metadata, tensors)
 
 
-def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, Stored]:
-    path, spans = cursor.path, []
+def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, Stored]:
+    spans = []
     names: set[str] = set()
     for i in range(n_tensors):
         cursor.what = f"tensor description {i}"
@@ -237,7 +252,7 @@ def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, 
             )
         tensors[name] = Stored(path, name, type_name, shape, body[offset:done])
     if len(body) > -(-done // alignment) * alignment:
-        raise ValueError(f"{path}: {len(body) - done} bytes after the last tensor, {before}")
+        raise ValueError(f"{len(body) - done} bytes after the last tensor, {before}")
     return {name: tensors[name] for _, _, name, _, _ in spans}
 
 
@@ -280,8 +295,6 @@ def _with_known_type(stored: Stored) -> Stored:
     kind = gguf.GGMLQuantizationType[stored.type]
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.frombuffer(stored.raw, np.uint8).reshape(-1, stored.shape[-1] // block * block_bytes)
-    try:
+    with reading(f"tensor {stored.name}"):
         values = np.ascontiguousarray(gguf.dequantize(rows, kind), np.float32)
-    except NotImplementedError as error:
-        raise ValueError(f"{stored.path}: tensor {stored.name}: {error}") from None
     return replace(stored, type="F32", raw=memoryview(values.data).cast("B"))

@@ -10,38 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ._core import Tensor
-from .config import ModelConfig, token_ids
-from .gguf import GGUF, read_gguf
+from .config import ModelConfig, from_gguf, from_hf
+from .fields import token_ids
+from .files import contents, opened, read_json, reading, what_is
+from .gguf import GGUF, MAGIC, read_gguf
+from .names import EMBEDDING, HEAD, check_wrapped, expected_shapes, from_gguf_name
 from .safetensors import read_folder
-from .stored import Stored, read_json
+from .stored import Stored
 
 if TYPE_CHECKING:
     from .session import BranchSession
     from .tokenizer import Tokenizer
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 # Left over in old checkpoints: values that the configuration implies.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.(rotary_emb\.inv_freq|bias|masked_bias)")
-
-_GGUF_NAMES = {
-    "token_embd.weight": _EMBEDDING,
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": _HEAD,
-}
-_GGUF_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
 
 
 class Model:
@@ -118,14 +104,8 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
     if not os.fspath(path):
         raise ValueError("path is empty")
     path = Path(path)
-    if path.is_dir():
-        weights, config, own = _load_folder(path)
-    elif path.suffix == ".gguf":
-        weights, config, own = _load_gguf(path)
-    elif not path.exists():
-        raise ValueError(f"{path}: no such file or folder")
-    else:
-        raise ValueError(f"{path}: neither a folder nor a .gguf file")
+    with reading(path):
+        weights, config, own = _load(path)
     if tokenizer is None:
         return Model(weights, config, own, path)
     return Model(weights, config, None if tokenizer is False else tokenizer, path)
@@ -134,72 +114,83 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
 Parts = tuple[dict[str, Tensor], ModelConfig, Callable[[], "Tokenizer"]]
 
 
+def _load(path: Path) -> Parts:
+    """By what is there, whatever its name."""
+    if path.is_dir():
+        return _load_folder(path)
+    if not path.exists():
+        raise ValueError("no such file or folder")
+    with opened(path) as file:
+        head = file.read(64)
+    if head.startswith(MAGIC):
+        return _load_gguf(path)
+    found = what_is(head) or f"it begins with {head[:8]!r}" if head else "it is empty"
+    raise ValueError(f"neither a folder nor a GGUF file: {found}")
+
+
 def _load_folder(folder: Path) -> Parts:
-    described = read_json(folder / "config.json")
-    try:
-        config = ModelConfig.of(described)
-        generation = folder / "generation_config.json"
-        if generation.exists():
+    described, generation = folder / "config.json", folder / "generation_config.json"
+    if not described.exists():
+        raise ValueError(f"{described}: no such file (but {contents(folder)})")
+    with reading(described):
+        config = from_hf(read_json(described))
+    if generation.exists():
+        with reading(generation):
             eos = token_ids(read_json(generation).get("eos_token_id"), "eos_token_id")
             config = replace(config, eos=eos or config.eos)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     stored = {k: v for k, v in read_folder(folder).items() if not _DERIVED.fullmatch(k)}
     config = _check_head(stored, config, folder)
-    _check_weights(stored, config, folder)
+    _check_weights(stored, config)
 
     def tokenizer() -> Tokenizer:
         from .tokenizer import Tokenizer
 
-        return Tokenizer.from_folder(folder)
+        with reading(folder):
+            return Tokenizer.from_folder(folder)
 
     return {name: s.tensor() for name, s in stored.items()}, config, tokenizer
 
 
 def _load_gguf(path: Path) -> Parts:
     file = read_gguf(path)
-    try:
-        config = ModelConfig.from_gguf(file.metadata, _rope_factors(file))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    config = from_gguf(file.metadata, _rope_factors(file))
     stored: dict[str, Stored] = {}
     for name, tensor in file.tensors.items():
         if name != "rope_freqs.weight":
-            stored[_hf_name(tensor)] = tensor
+            stored[_place(tensor)] = tensor
     config = replace(
         config,
-        tied=_HEAD not in stored,
+        tied=HEAD not in stored,
         qkv_bias=config.qkv_bias or any(name.endswith("q_proj.bias") for name in stored),
         output_bias=config.architecture == "llama"
         and any(name.endswith("o_proj.bias") for name in stored),
     )
-    _check_weights(stored, config, path)
+    _check_weights(stored, config)
     metadata = file.metadata
 
     def tokenizer() -> Tokenizer:
         from .tokenizer import Tokenizer
 
-        return Tokenizer.from_gguf(metadata)
+        with reading(path):
+            return Tokenizer.from_gguf(metadata)
 
     return {name: s.tensor(name) for name, s in stored.items()}, config, tokenizer
 
 
-def _rope_factors(file: GGUF) -> list[float] | None:
+def _rope_factors(file: GGUF) -> NDArray[np.float32] | None:
     stored = file.tensors.get("rope_freqs.weight")
     if stored is None:
         return None
     if stored.type != "F32" or len(stored.shape) != 1:
-        raise ValueError(f"GGUF: rope_freqs.weight must be a row of F32, not {stored.type}")
-    return [float(factor) for factor in stored.tensor().numpy()]
+        raise ValueError(f"rope_freqs.weight must be a row of F32, not {stored.type}")
+    return stored.tensor().numpy()
 
 
-def _hf_name(stored: Stored) -> str:
-    if stored.name in _GGUF_NAMES:
-        return _GGUF_NAMES[stored.name]
-    match = _GGUF_BLOCK.fullmatch(stored.name)
-    if match is None or match[2] not in _GGUF_BLOCK_NAMES:
+def _place(stored: Stored) -> str:
+    name = from_gguf_name(stored.name)
+    if name is None:
         raise ValueError(f"{stored.path}: tensor {stored.name} has no place in this architecture")
-    return f"model.layers.{match[1]}.{_GGUF_BLOCK_NAMES[match[2]]}.{match[3]}"
+    return name
 
 
 # ---- which tensors a model must have ------------------------------------------------------
@@ -210,61 +201,30 @@ def _check_head(stored: dict[str, Stored], config: ModelConfig, folder: Path) ->
 
     The second is a contradiction in the folder; transformers 5 resolves it likewise.
     """
-    if not config.tied or _HEAD not in stored or _EMBEDDING not in stored:
+    if not config.tied or HEAD not in stored or EMBEDDING not in stored:
         return config
-    head, embedding = stored[_HEAD], stored[_EMBEDDING]
+    head, embedding = stored[HEAD], stored[EMBEDDING]
     if head.equals(embedding):
-        del stored[_HEAD]
+        del stored[HEAD]
         return config
     warnings.warn(
-        f"{folder}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: "
-        f"{_HEAD} is used",
-        stacklevel=4,
+        f"{folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: "
+        f"{HEAD} is used",
+        stacklevel=5,
     )
     return replace(config, tied=False)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name of all tensors of a model."""
-    width, ffn = config.width, config.ffn_width
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, width)}
-    for i in range(config.n_layers):
-        layer = f"model.layers.{i}."
-        shapes |= {
-            layer + "input_layernorm.weight": (width,),
-            layer + "self_attn.q_proj.weight": (q, width),
-            layer + "self_attn.k_proj.weight": (kv, width),
-            layer + "self_attn.v_proj.weight": (kv, width),
-            layer + "self_attn.o_proj.weight": (width, q),
-            layer + "post_attention_layernorm.weight": (width,),
-            layer + "mlp.gate_proj.weight": (ffn, width),
-            layer + "mlp.up_proj.weight": (ffn, width),
-            layer + "mlp.down_proj.weight": (width, ffn),
-        }
-        if config.qkv_bias:
-            shapes |= {
-                layer + "self_attn.q_proj.bias": (q,),
-                layer + "self_attn.k_proj.bias": (kv,),
-                layer + "self_attn.v_proj.bias": (kv,),
-            }
-        if config.output_bias:
-            shapes[layer + "self_attn.o_proj.bias"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    if not config.tied:
-        shapes[_HEAD] = (config.vocab_size, width)
-    return shapes
-
-
-def _check_weights(stored: Mapping[str, Stored], config: ModelConfig, path: Path) -> None:
+def _check_weights(stored: Mapping[str, Stored], config: ModelConfig) -> None:
     """Every tensor that the configuration asks for is there with its shape; no other is."""
     if config.n_layers > len(stored):  # before a table of a crafted number of layers
-        raise ValueError(f"{path}: {len(stored)} tensors cannot be {config.n_layers} layers")
+        raise ValueError(f"{len(stored)} tensors cannot be {config.n_layers} layers")
+    check_wrapped(stored)
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
         if name not in stored:
-            hint = " (and tie_word_embeddings is false)" if name == _HEAD else ""
-            raise ValueError(f"{path}: tensor {name} is missing{hint}")
+            hint = " (and tie_word_embeddings is false)" if name == HEAD else ""
+            raise ValueError(f"tensor {name} is missing{hint}")
         if stored[name].shape != shape:
             raise ValueError(
                 f"{stored[name].path}: tensor {stored[name].name} has shape "

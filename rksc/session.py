@@ -30,6 +30,7 @@ from .arguments import (
 )
 from .config import ModelConfig
 from .guard import is_rewording, same_numbers
+from .names import check_vocabulary, check_wrapped
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .requests import Plan, Request
 from .results import Gate, Generation, Stats, Token, Verdict
@@ -95,6 +96,10 @@ class BranchSession(_core.Session):
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
             raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
         config = ModelConfig.of(config)
+        if isinstance(weights, Mapping):  # another object is refused by the engine
+            check_wrapped(weights)
+            if tokenizer is not None:
+                check_vocabulary(weights, config.vocab_size)
         cgee = as_cgee(cgee, config.n_layers)
         token_bytes, special = token_tables(tokenizer, config.vocab_size)
         self = super().__new__(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,35 +12,6 @@ from ._core import Tensor
 
 _STEP = 1 << 22  # bytes compared at once
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
-
-def map_file(path: Path) -> memoryview:
-    """The whole file, mapped read-only; unmapped with the last view of it.
-
-    ValueError where `path` is no regular file or is empty. A file that another process
-    truncates while it is mapped ends this one with SIGBUS: replace files, don't rewrite them.
-    """
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
-    if not path.is_file():
-        raise ValueError(f"{path}: not a regular file")
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            raise ValueError(f"{path}: the file is empty")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; ValueError where there is no such file or it holds anything else."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        value = json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: malformed JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return value
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat import Message, render
-from .stored import read_json
+from .files import read_json
 from .text import check_text
 
 if TYPE_CHECKING:

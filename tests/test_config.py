@@ -288,7 +288,7 @@ def test_gguf_rope() -> None:
         ({"attention__scale": 1.0}, "attention.scale"),
         ({"something_new": 1}, "something_new"),
         ({"block_count": None}, "block_count is missing"),
-        ({"block_count": "4"}, "block_count has the wrong type"),
+        ({"block_count": "4"}, "llama.block_count must be an integer from 1"),
         ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
         ({"attention__head_count": 0}, "head_count"),
     ],
