@@ -1,29 +1,30 @@
-"""Chat templates: jinja2 in its sandbox, with the names that templates expect."""
+"""Chats as text and as tokens, by the model's chat template."""
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from .template import ChatTemplate, render_template
 from .text import check_text
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
     from .tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
 _MARK = "\N{END OF TEXT}rksc-continue\N{END OF TEXT}"
+_MAX_DEPTH = 100  # lists and dicts in each other
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # one field, three names of it
 
 
 def render(
-    template: str,
+    template: str | ChatTemplate,
     messages: Sequence[Message],
     add_generation_prompt: bool = True,
     continue_final: bool = False,
@@ -32,32 +33,87 @@ def render(
     """The text that `template` makes of `messages` ({"role": ..., "content": ...}).
 
     With `continue_final` the text ends where the last message's content ends, so that a
-    model goes on with it. ValueError tells what a template does not accept.
+    model goes on with it. The template gets what transformers would give it, and has limits of
+    time and memory (template.py). Any thread may call this. ValueError tells what a template does
+    not accept, or what is wrong with it.
     """
-    if not isinstance(messages, Sequence) or not messages or isinstance(messages, str):
-        raise ValueError("messages must be a list with at least one message")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(f"messages[{i}] must be a dict with role and content")
-    turns = [dict(message) for message in messages]
+    turns = [_with_reasoning(turn) for turn in _turns(messages)]
     if continue_final:
         add_generation_prompt = False
         if not isinstance(turns[-1].get("content"), str):
             raise ValueError("the last message to continue must have a content")
-        turns[-1]["content"] += _MARK
-    from jinja2 import TemplateError
-
-    try:
-        text = _compile(template).render(
-            messages=turns, add_generation_prompt=add_generation_prompt, **variables
-        )
-    except (TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"chat template: {error}") from error
+        turns[-1]["content"] += f"{_MARK} "
+    given = {name: plain(name, value) for name, value in variables.items()}
+    given |= {"messages": turns, "add_generation_prompt": bool(add_generation_prompt)}
+    if not isinstance(template, ChatTemplate):
+        template = ChatTemplate(template)
+    text = render_template(template, given)
     if not continue_final:
         return text
-    if _MARK not in text:
+    before, mark, after = text.rpartition(_MARK)
+    if not mark:
         raise ValueError("chat template: the last message's content does not appear as it is")
-    return text[: text.rindex(_MARK)]
+    return before if after.startswith(" ") else before.rstrip()  # the template trims
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as plain data, without fields that are None."""
+    if not isinstance(messages, Sequence) or not messages or isinstance(messages, str):
+        raise ValueError("messages must be a list with at least one message")
+    turns = []
+    for i, message in enumerate(messages):
+        turn = plain(f"messages[{i}]", message)
+        if not isinstance(turn, dict) or "role" not in turn:
+            raise ValueError(f"messages[{i}] must be a dict with role and content")
+        turns.append({key: value for key, value in turn.items() if value is not None})
+    return turns
+
+
+def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
+    """Its reasoning under the names that templates read, whichever it came under."""
+    reasoning = next((turn[name] for name in _REASONING if name in turn), None)
+    if reasoning is None:
+        return turn
+    return {"thinking": reasoning} | turn | {"reasoning_content": reasoning}
+
+
+def plain(where: str, value: Any) -> Any:
+    """A value as dicts, lists, tuples, texts and numbers, which is all that a template may see;
+    anything else is the name of its type: <Image>. ValueError: half a character, or too deep."""
+    try:
+        return _plain(where, value, _MAX_DEPTH)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deep") from None
+
+
+def _plain(where: str, value: Any, depth: int) -> Any:
+    def inner(part: str, each: Any) -> Any:
+        return _plain(f"{where}{part}", each, depth - 1)
+
+    if depth == 0:
+        raise RecursionError
+    if isinstance(value, str):
+        check_text(where, value)
+        return str.__str__(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, np.generic):
+        return inner("", value.item())
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Mapping):
+        return {inner(": a key", key): inner(f".{key}", each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [inner(f"[{i}]", each) for i, each in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: inner(f".{field.name}", getattr(value, field.name))
+            for field in fields(value)
+        }
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic's
+        return inner("", dump())
+    return f"<{type(value).__name__}>"
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options: Any) -> list[int]:
@@ -88,37 +144,28 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options:
 
     def guarded(where: str, value: Any, own: bool = False) -> Any:
         """The value with fences around its texts that spell special tokens."""
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             for key in value:
                 if isinstance(key, str) and forges(key, own):
                     raise ValueError(f"{where}: the key {key!r} spells a special token")
             return {key: guarded(f"{where}.{key}", each, own) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
             return [guarded(f"{where}[{i}]", each, own) for i, each in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-        check_text(where, value)
-        if not forges(value, own):
+        if not isinstance(value, str) or not forges(value, own):
             return value
         text = value.strip() or value
         fenced[text] = where
         return value.replace(text, f"{fence}{text}{fence}")  # templates may strip, too
 
-    def turn(where: str, message: Message) -> Any:
-        role = message.get("role")
-        if isinstance(role, str):
-            check_text(f"{where}.role", role)
-            if forges(role, False):
-                raise ValueError(f"{where}.role spells a special token: {role!r}")
-        return guarded(where, message, role in ("assistant", "system", "developer"))
-
-    turns: Any = messages
-    if isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages):
-        turns = [
-            _within_reason(turn, f"messages[{i}]", message) for i, message in enumerate(messages)
-        ]
+    turns = []
+    for i, turn in enumerate(_turns(messages)):
+        role = turn["role"]
+        if isinstance(role, str) and forges(role, False):
+            raise ValueError(f"messages[{i}].role spells a special token: {role!r}")
+        own = role in ("assistant", "system", "developer")
+        turns.append(guarded(f"messages[{i}]", turn, own))
     for name in {"documents", "tools"} & options.keys():
-        options[name] = _within_reason(guarded, name, options[name])
+        options[name] = guarded(name, plain(name, options[name]))
     text = tokenizer.chat(turns, **options)
     parts = text.split(fence)
     contents = set(parts[1::2])
@@ -131,52 +178,6 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options:
     return ids
 
 
-def _within_reason(guard: Callable[[str, Any], Any], where: str, value: Any) -> Any:
-    try:
-        return guard(where, value)
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deep") from None
-
-
 def spells_special(tokenizer: Tokenizer, text: str) -> bool:
     """Whether some of the text would become special tokens, or marks of the chat template."""
     return tokenizer.encode(text, bos=False) != tokenizer.encode(text, bos=False, special=False)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> Template:
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ImportError("chat templates need jinja2: pip install rksc[hf]") from None
-
-    class Generation(Extension):
-        """{% generation %} marks what an assistant wrote; here it is only its content."""
-
-        tags = {"generation"}  # noqa: RUF012 (the base class's own way)
-
-        def parse(self, parser: Any) -> list[nodes.Node]:
-            next(parser.stream)
-            body: list[nodes.Node] = parser.parse_statements(
-                ("name:endgeneration",), drop_needle=True
-            )
-            return body
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-    def now(layout: str) -> str:
-        return datetime.now().strftime(layout)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = now
-    return environment.from_string(template)
