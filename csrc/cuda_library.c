@@ -23,5 +23,9 @@ rk_status rk_cuda_open(rk_cuda **out, const char *path, int ordinal,
             "build it again",
             path);
     }
-    return calls->open(out, ordinal, err);
+    rk_status status = calls->open(out, ordinal, err);
+    if (status == RK_OK) {
+        (*out)->calls = calls;
+    }
+    return status;
 }

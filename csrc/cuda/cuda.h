@@ -1,10 +1,15 @@
 /* What the host's files of the CUDA backend share.
  *
- * device.c   birth and death, memory, the table of ops
+ * From below, each calling only those above it in this list:
+ *
+ * gpu.c      errors, making the GPU current
  * pool.c     device memory that outlives its first user
+ * context.c  birth and death of a GPU's stream and pool
+ * panels.c, work.c  the batch -> units of attention work
+ * launch.c   one op -> matrix products and kernels
  * step.c     the batch's facts on their way to the device; recorded steps
- * issue.c    one op -> matrix products and kernels
- * work.c     the batch -> units of attention work
+ * ops.c      the table's entries -> ops of the step
+ * device.c   birth and death of a session's device, memory, the table of ops
  */
 #ifndef RKSC_CUDA_H
 #define RKSC_CUDA_H
@@ -16,8 +21,7 @@
 #include "kernels.h"
 #include "work.h"
 
-/* ---- one GPU, one stream (device.c) ---------------------------------------
- */
+/* ---- the GPU (gpu.c, context.c) ------------------------------------------ */
 
 typedef struct cuda_pool cuda_pool;
 
@@ -33,6 +37,13 @@ typedef struct cuda_context {
  * asks of the GPU's stream fails, too, and so does cuda_pool_take. */
 int cuda_enter(const cuda_context *context);
 void cuda_leave(int before);
+
+rk_status cuda_context_open(rk_cuda **out, int ordinal, rk_error *err);
+void cuda_context_close(rk_cuda *base);
+uintptr_t cuda_context_stream(const rk_cuda *base);
+rk_status cuda_context_fetch(rk_cuda *base, void *host, const void *src,
+                             size_t bytes, rk_error *err);
+rk_status cuda_context_settle(rk_cuda *base, rk_error *err);
 
 /* Status and text of a CUDA error; the failing call by name. */
 rk_status cuda_error(cudaError_t code, const char *call, rk_error *err);
@@ -186,8 +197,7 @@ void cuda_play(cuda_device *dev);
 /* Rows that an op with n of them works on. */
 int32_t cuda_padded(const cuda_device *dev, int32_t n);
 
-/* ---- ops (issue.c)
- * ----------------------------------------------------------- */
+/* ---- ops (launch.c, ops.c) ----------------------------------------------- */
 
 /* Nothing where the device is broken: the op's addresses may be no good. */
 void cuda_issue(cuda_device *dev, const cuda_op *op);

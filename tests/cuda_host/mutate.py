@@ -106,9 +106,9 @@ CHANGES = [
     ),
     # the host's side
     Change("step.c", "slots[i] = -1;", "slots[i] = 0;"),
-    Change("issue.c", "layer * dev->layer_bytes", "(layer & 0) * dev->layer_bytes"),
-    Change("issue.c", "op->layer >= c->window_from", "op->layer > c->window_from"),
-    Change("issue.c", "dev->qkv + queries + keys", "dev->qkv + queries"),
+    Change("launch.c", "layer * dev->layer_bytes", "(layer & 0) * dev->layer_bytes"),
+    Change("launch.c", "op->layer >= c->window_from", "op->layer > c->window_from"),
+    Change("launch.c", "dev->qkv + queries + keys", "dev->qkv + queries"),
     Change("work.c", "pairs > w->rule.narrow_pairs &&", "pairs >= w->rule.narrow_pairs &&"),
     Change("work.c", "saved >= w->share_keys + 4 * n_rows", "saved >= w->share_keys + n_rows"),
 ]
