@@ -232,7 +232,7 @@ class Service:
         chunks = Chunks(self._engine, answer.request)
         async with contextlib.aclosing(answer.tokens()) as tokens:
             try:
-                for chunk in chunks.opening():
+                for chunk in await run_in_threadpool(list, chunks.opening()):
                     yield _event(chunk)
                 async for sample, token in tokens:
                     for chunk in chunks.of(sample, token):

@@ -158,6 +158,16 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
+    def offsets(self, text: str) -> list[int]:
+        """Where each token of `encode(text, bos=False)` begins in the text, in characters; tokens
+        inside one character begin with it. What lies between two tokens, such as a space that a
+        special token takes with it, is the next one's."""
+        begins, last = [], 0
+        for begin, end in self._pipeline.encode(text, add_special_tokens=False).offsets:
+            begins.append(min(begin, last))
+            last = max(last, end)
+        return begins
+
     def _variant(self, special: bool, start: bool) -> tokenizers.Tokenizer:
         """The pipeline, or a copy that differs in what the settings ask for."""
         if special and start:

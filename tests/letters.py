@@ -64,6 +64,13 @@ class Letters:
         wanted = self.adds_bos and start if bos is None else bos
         return [BOS, *ids] if wanted and ids[:1] != [BOS] else ids
 
+    def offsets(self, text: str) -> list[int]:
+        begins, data = [], b""
+        for i in self.encode(text, bos=False):
+            begins.append(len(data.decode(errors="ignore")))
+            data += SPECIAL[i].encode() if i in SPECIAL else PIECES[i]
+        return begins
+
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         names = {i: name.encode() for i, name in SPECIAL.items()} if special else {}
         return b"".join(names.get(i, PIECES[i]) for i in ids).decode(errors="replace")

@@ -55,7 +55,8 @@ def test_a_seed_repeats_and_no_seed_does_not(client: OpenAI) -> None:
         )
 
     assert ask(3) == ask(3)
-    assert ask(-1) == ask(-1)
+    assert ask(-2) == ask(-2)
+    assert ask(-1) != ask(-1)
     assert ask(3) != ask(4)
     first = ask(None)
     assert first != ask(None)

@@ -120,3 +120,46 @@ def test_what_is_no_request_at_all(
     assert (found, error["code"], error["param"]) == (status, code, None)
     assert error["type"] == "invalid_request_error"
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "code, field, change",
+    [
+        ("missing_required_parameter", "messages", {"messages": None}),
+        ("empty_array", "messages", {"messages": []}),
+        ("invalid_type", "messages", {"messages": "hi"}),
+        ("invalid_type", "temperature", {"temperature": "hot"}),
+        ("decimal_above_max_value", "top_p", {"top_p": 1.5}),
+        ("decimal_below_min_value", "temperature", {"temperature": -1}),
+        ("integer_below_min_value", "n", {"n": 0}),
+        ("integer_above_max_value", "top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("invalid_type", "n", {"n": 2.5}),
+        ("invalid_type", "stop", {"stop": 3}),
+        ("invalid_value", "stop", {"stop": [""]}),
+        ("invalid_value", "seed", {"seed": 2**64}),
+        ("unsupported_parameter", "logit_bias", {"logit_bias": {"3": 5}}),
+        ("unsupported_parameter", "min_tokens", {"min_tokens": 2}),
+        ("unknown_parameter", "colour", {"colour": "blue"}),
+        ("unsupported_parameter", "stream_options",
+         {"stream": True, "stream_options": {"continuous_usage_stats": True}}),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_has_openais_code(
+    client: OpenAI, code: str, field: str, change: dict[str, Any]
+) -> None:
+    error = refusal(client, CHAT, {"messages": ASK, "max_tokens": 2, **change})
+    assert (error["code"], error["param"]) == (code, field)
+    assert field in error["message"]
+
+
+def test_a_missing_prompt_has_openais_code(client: OpenAI) -> None:
+    for code, prompt in (("missing_required_parameter", None), ("invalid_value", [])):
+        assert refusal(client, COMPLETION, {"prompt": prompt})["code"] == code
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 10**6, "\x00"])
+def test_an_error_can_be_sent_whatever_it_is_about(client: OpenAI, name: str) -> None:
+    for body in ({name: 1}, {"seed": name}, {"suffix": name}, {"stop": [name, 3]}):
+        error = refusal(client, COMPLETION, {"prompt": "abc", **body})
+        assert len(error["message"]) < 2100 and len(error["param"]) < 110
+        error["message"].encode()

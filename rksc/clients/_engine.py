@@ -24,6 +24,7 @@ from ..load import Model
 from ..options import Sampling
 from ..results import Token
 from ..session import BranchSession
+from ..text import token_tables
 from ..tokenizer import Tokenizer
 from ..types import Tokens
 from ._errors import ContextLengthError
@@ -61,9 +62,12 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)
+    """Of the `scored` tokens."""
     text: str = ""
     finish_reason: str | None = None
     stopped_by: str | int | None = None
+    end_logprob: float | None = None
+    """Of the end token or stop id that ended it, which is none of its tokens."""
     cached_tokens: int = 0
     """Prompt tokens whose KV an earlier prompt had left."""
     error: Exception | None = None
@@ -72,6 +76,13 @@ class Sample:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def scored(self) -> tuple[list[int], list[float]]:
+        """All that the model chose, with its log-probabilities: the tokens and what ended them."""
+        if self.end_logprob is None or not isinstance(self.stopped_by, int):
+            return self.tokens, self.logprobs
+        return [*self.tokens, self.stopped_by], [*self.logprobs, self.end_logprob]
 
 
 class Engine:
@@ -95,7 +106,8 @@ class Engine:
         if self.session.tokenizer is None:
             raise no_tokenizer("model")
         self.tokenizer: Tokenizer = self.session.tokenizer
-        self.token_bytes = self.tokenizer.token_bytes(self.session.config.vocab_size)
+        table, self.special = token_tables(self.tokenizer, self.session.config.vocab_size)
+        self.token_bytes: list[bytes] = table or []
         self.max_rows = max_rows
         self._waiting: deque[Sample] = deque()
         self._running: dict[int, Sample] = {}
@@ -108,9 +120,12 @@ class Engine:
 
     # ---- prompts -----------------------------------------------------------------------------
 
-    def encode(self, text: str, field: str = "prompt") -> NDArray[np.int32]:
-        """A prompt's tokens, with the BOS that the model wants; errors name the field."""
-        return np.array(self.session.encode(text, bos=None, field=field), np.int32)
+    def encode(
+        self, text: str, field: str = "prompt", bos: bool | None = None
+    ) -> NDArray[np.int32]:
+        """A prompt's tokens, with the BOS that the model wants unless bos says otherwise; errors
+        name the field."""
+        return np.array(self.session.encode(text, bos=bos, field=field), np.int32)
 
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
         """The prompt as int32; ValueError names the field of one that is empty, ContextLengthError
@@ -320,13 +335,15 @@ class Engine:
             sample.logprobs.append(token.logprob)
         sample.text += token.text or ""
         if token.finish_reason is not None:
+            sample.stopped_by = token.stop
+            sample.end_logprob = token.logprob if isinstance(token.stop, int) else None
             try:
                 if sample.n_alternatives:
                     sample.alternatives = self._alternatives(sample)
             except Exception as error:
                 self._fail(sample, error)
                 return
-            sample.stopped_by, sample.finish_reason = token.stop, token.finish_reason
+            sample.finish_reason = token.finish_reason
             self._retire(sample)
         self._tell(sample, token)
 
@@ -362,9 +379,7 @@ class Engine:
     def _alternatives(self, sample: Sample) -> list[Alternatives]:
         assert sample._branch is not None
         begin = len(sample.prompt) - 1
-        return self._alternatives_at(
-            sample._branch, begin, sample.tokens, sample.logprobs, sample.n_alternatives
-        )
+        return self._alternatives_at(sample._branch, begin, *sample.scored, sample.n_alternatives)
 
     def _alternatives_at(
         self, branch: Branch, begin: int, tokens: Tokens, logprobs: Sequence[float], k: int

@@ -23,9 +23,10 @@ class RequestError(ValueError):
         code: str | None = None,
         status_code: int = 400,
     ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code = message, param, code
-        self.status_code = status_code
+        self.message = _printable(message, 2000)
+        self.param = None if param is None else _printable(param, 100)
+        self.code, self.status_code = code, status_code
+        super().__init__(self.message)
 
     @property
     def type(self) -> str:
@@ -42,7 +43,7 @@ class FieldError(RequestError):
     """A field of a request that is wrong; `field` names it."""
 
     def __init__(
-        self, field: str, message: str, code: str = "invalid_value", status_code: int = 400
+        self, field: str, message: str, code: str | None = "invalid_value", status_code: int = 400
     ) -> None:
         super().__init__(message, param=field, code=code, status_code=status_code)
         self.field = field
@@ -53,6 +54,12 @@ class ContextLengthError(FieldError, CapacityError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, message, "context_length_exceeded")
+
+
+def _printable(text: str, longest: int) -> str:
+    """A text that any log and any answer can hold, whatever a request made of it."""
+    text = text if len(text) <= longest else text[:longest] + "..."
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_of(error: Exception) -> RequestError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,13 @@ from ..load import Model
 from ..options import Sampling
 from ..scalars import as_int
 from ..session import BranchSession
-from ..text import check_text
 from ._engine import Alternatives, Engine, Sample, copies
+from ._fields import NEUTRAL, Fields, check_settings, read_seed
 from ._tokenizer import TransformersTokenizer
-from ._wire import check_template_variables, not_supported, read_messages
+from ._wire import check_template_variables, read_messages
 from .openai import OpenAI, engine_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-
-# Settings of vLLM's that are not supported, and the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "best_of": (None, 1), "min_tokens": (0,), "bad_words": (None, []), "logit_bias": (None, {}),
-    "logits_processors": (None, []), "allowed_token_ids": (None,), "guided_decoding": (None,),
-    "structured_outputs": (None,), "truncate_prompt_tokens": (None,), "detokenize": (True,),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-}  # fmt: skip
 
 # Arguments of apply_chat_template that are no variables of a template.
 _OWN = {"conversation", "chat_template", "tokenize", "return_dict"}
@@ -37,7 +28,8 @@ _OWN = {"conversation", "chat_template", "tokenize", "return_dict"}
 @dataclass
 class SamplingParams:
     """vLLM's settings of one request, checked when they are made: an unknown one is a TypeError, a
-    wrong value or one that asks for what rksc does not do a ValueError that names it."""
+    wrong value or one that asks for what rksc does not do a ValueError that names it. None is the
+    default of each."""
 
     n: int = 1
     temperature: float = 1.0
@@ -52,10 +44,14 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # What follows is there for its callers: these values ask for nothing, others are refused.
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     min_tokens: int = 0
     bad_words: Sequence[str] | None = None
     logit_bias: Mapping[int, float] | None = None
@@ -63,47 +59,44 @@ class SamplingParams:
     allowed_token_ids: None = None
     guided_decoding: None = None
     structured_outputs: None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: None = None
     truncate_prompt_tokens: None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    logprob_token_ids: None = None
+    prompt_logprob_token_ids: None = None
+    prompt_logprob_start: int | None = None
+    flat_logprobs: bool = False
+    trace_decode_token_ids: None = None
+    watermarking: bool | None = None
+    routed_experts_prompt_start: int = 0
+    skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
+    extra_args: Mapping[str, Any] | None = None
+    output_kind: Any = None
+    skip_clone: bool = False
 
     def __post_init__(self) -> None:
-        for name, values in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value not in values:
-                raise ValueError(not_supported(name, value))
-        self._integer("n", 1)
-        for name, least, most in (
-            ("max_tokens", 1, 2**31 - 1), ("logprobs", 0, 20), ("prompt_logprobs", 0, 20),
-        ):  # fmt: skip
-            if getattr(self, name) is not None:
-                self._integer(name, least, most)
-        self._integer("top_k", -1)
-        if self.seed is not None:
-            self._integer("seed", -(2**63), 2**64 - 1)
+        for setting in fields(self):
+            if getattr(self, setting.name) is None and setting.name not in _NO_LIMIT:
+                setattr(self, setting.name, setting.default)
+        f = Fields(vars(self), _SUPPORTED)
+        f.integer("n", None, 1, 2**31 - 1)
+        f.integer("max_tokens", None, 1, 2**31 - 1)
+        f.integer("logprobs", None, 0, 20)
+        f.integer("prompt_logprobs", None, 0, 20)
+        f.integer("top_k", None, -1, 2**31 - 1)
+        f.flag("ignore_eos")
+        f.flag("include_stop_str_in_output")
+        f.strings("stop")
+        f.token_ids("stop_token_ids")
         _ = self.sampling
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Collection):
-                raise ValueError(f"{name} must be a list, got {value!r}")
-        for text in self.stops:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
-            check_text("stop", text)
-        for token in self.stop_ids:
-            if as_int(token) is None:
-                raise ValueError(f"stop_token_ids must be token ids, got {token!r}")
-
-    def _integer(self, name: str, least: int, most: int = 2**31 - 1) -> None:
-        value = getattr(self, name)
-        number = as_int(value)
-        if number is None or not least <= number <= most:
-            raise ValueError(f"{name} must be an int in {least} .. {most}, got {value!r}")
 
     @property
     def sampling(self) -> Sampling:
-        seed = None if self.seed in (None, -1) else int(self.seed) % 2**64
+        seed = read_seed(self.seed)
         return Sampling(self.temperature, max(0, self.top_k), self.top_p, self.min_p, seed)
 
     @property
@@ -115,6 +108,11 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
+
+
+_NO_LIMIT = {"max_tokens"}  # None is a value of its own there
+_SUPPORTED = {setting.name for setting in fields(SamplingParams)} - NEUTRAL.keys()
+_SUPPORTED.add("prompt_logprobs")
 
 
 @dataclass(frozen=True)
@@ -174,11 +172,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
         lora_request: None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue prompts (texts, tokens or {"prompt_token_ids": ...}), all in one batch; an
-        output for each, in order. use_tqdm is there for its callers; no bar is shown."""
-        if lora_request is not None:
-            raise ValueError(f"lora_request={lora_request!r} is not supported")
+        output for each, in order. use_tqdm is there for its callers; no bar is shown. others:
+        vLLM's further arguments, as far as they ask for nothing (ValueError)."""
+        _check_others("generate", {"lora_request": lora_request, **others})
         single = isinstance(prompts, (str, Mapping)) or (
             len(prompts) > 0 and as_int(prompts[0]) is not None
         )
@@ -214,9 +213,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """`generate` for a conversation or a list of them, rendered by the chat template. Special
         tokens that a message spells are text."""
+        _check_others("chat", others)
         variables = chat_template_kwargs or {}
         if not isinstance(variables, Mapping):
             raise ValueError(f"chat_template_kwargs must be a dict, got {variables!r}")
@@ -270,7 +271,8 @@ class LLM:
 
     def _logprobs(self, sample: Sample) -> list[Logprobs]:
         none: list[Alternatives | None] = [None] * len(sample.tokens)
-        rows = zip(sample.tokens, sample.logprobs, sample.alternatives or none, strict=True)
+        others = sample.alternatives[: len(none)] or none
+        rows = zip(sample.tokens, sample.logprobs, others, strict=True)
         return [self._row(*row) for row in rows]
 
     def _prompt_logprobs(
@@ -292,7 +294,14 @@ class LLM:
         return row
 
     def _logprob(self, token: int, logprob: float, rank: int | None) -> Logprob:
-        return Logprob(logprob, rank, self.engine.token_bytes[token].decode(errors="replace"))
+        data = self.engine.special.get(token) or self.engine.token_bytes[token]
+        return Logprob(logprob, rank, data.decode(errors="replace"))
+
+
+def _check_others(call: str, others: Mapping[str, Any]) -> None:
+    for name in others.keys() - NEUTRAL.keys():
+        raise TypeError(f"{call}() has no argument {name}")
+    check_settings(others)
 
 
 def _text_of(prompt: Any) -> str | None:
