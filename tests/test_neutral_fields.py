@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from asking import ASK, LONG
+from letters import Letters
+from sessions import open_session
 
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._fields import ASIDE, NEUTRAL, check_settings, read_seed
@@ -49,6 +51,12 @@ VLLM_BODY = names("""
     guided_decoding_backend guided_whitespace_pattern
 """)
 TRANSPORT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+
+
+@pytest.fixture(scope="module")
+def client() -> OpenAI:
+    """One for all: few of these requests are run."""
+    return OpenAI(open_session("T4", tokenizer=Letters(chat=True)))
 
 
 def asking(name: str) -> list[Any]:
