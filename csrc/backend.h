@@ -13,12 +13,11 @@
  * reduction has one written order per instruction set.
  *
  * A matrix (rk_matrix.type) is of the compute type, or of a block type that the
- * backend takes; then the results are those of the matrix converted to the
- * compute type (embed and answer: to float32).
+ * backend takes. How activations meet the latter is rk_extent.rounding.
  *
- * Types: "act" is an array of the model's compute type (float32 or bf16, the
- * input of matrix products); everything else is float32. Shapes are row-major
- * and dense. Outputs come first.
+ * Types: "act" is an array of the model's compute type (float32 or bf16), "in"
+ * one of rk_device.input: what enters matrix products. Everything else is
+ * float32. Shapes are row-major and dense. Outputs come first.
  */
 #ifndef RKSC_BACKEND_H
 #define RKSC_BACKEND_H
@@ -109,6 +108,18 @@ typedef struct rk_pick {
 
 typedef struct rk_device rk_device;
 
+/* What becomes of activations that meet a matrix of a block type in qkv, linear
+ * and swiglu (embed and answer: float32, always). */
+typedef enum rk_rounding {
+    /* The compute type; the results are those of the matrix converted to it. */
+    RK_ROUND_ACT = 0,
+    /* The CPU's alone, from float32, and sums of products are exact integers:
+     * to 16 bits, for each 256 of a row by max / 32767, */
+    RK_ROUND_INT16,
+    /* or to 8 bits, for each 32 by max / 127. */
+    RK_ROUND_INT8
+} rk_rounding;
+
 /* Sizes known at creation; they bound all scratch memory. */
 typedef struct rk_extent {
     rk_type compute;      /* RK_F32 or RK_BF16 */
@@ -116,10 +127,7 @@ typedef struct rk_extent {
     int64_t n_blocks;     /* of the KV pool; committed as they are used */
     int32_t max_rows;     /* rows of a step */
     int32_t max_outputs;  /* rows of one `pick` */
-    bool int8; /* activations="int8": those that meet a matrix of a block type
-                * in qkv, linear and swiglu are rounded to 8-bit integers, for
-                * each 32 of a row by max / 127, and sums of products of
-                * integers are exact. The CPU's alone. */
+    rk_rounding rounding;
 } rk_extent;
 
 /* Memory of a device on loan to others, who order their work behind ours. It
@@ -165,24 +173,24 @@ typedef struct rk_ops {
     /* out[i] = table[batch.tokens[i]] as float32. out: (n_rows, width) */
     void (*embed)(rk_device *dev, float *out, const rk_matrix *table);
     /* out[i] = x[i] / sqrt(mean(x[i]^2) + norm_eps) * weight. The sum of
-     * squares is float32 or wider; x: (n, width), out: act (n, width).
-     * weight NULL: out[i] = x[i], converted to act and nothing else. */
+     * squares is float32 or wider; x: (n, width), out: in (n, width).
+     * weight NULL: out[i] = x[i], converted to `in` and nothing else. */
     void (*norm)(rk_device *dev, void *out, const float *x, const float *weight,
                  int32_t n);
-    /* Project a: act (n_rows, width) by the layer's query, key, value (+bias);
+    /* Project a: in (n_rows, width) by the layer's query, key, value (+bias);
      * rotate Q and K at the rows' positions; write K and V of rows with slot
      * >= 0 to the pool; out: act (n_rows, n_heads * head_dim) = rotated Q. */
     void (*qkv)(rk_device *dev, void *out, const void *a, const rk_layer *layer,
                 int32_t layer_id);
-    /* out: act (n_rows, n_heads * head_dim) = softmax(q k / sqrt(head_dim)) v
-     * by the plan of the batch. */
+    /* out: in (n_rows, n_heads * head_dim) = softmax(q k / sqrt(head_dim)) v
+     * by the plan of the batch. q: act, as qkv left it. */
     void (*attention)(rk_device *dev, void *out, const void *q,
                       int32_t layer_id);
     /* out: float32 (n, w->rows) = a w^T + bias, or += when `accumulate`.
-     * a: act (n, w->cols). */
+     * a: in (n, w->cols). */
     void (*linear)(rk_device *dev, float *out, const void *a,
                    const rk_matrix *w, int32_t n, bool accumulate);
-    /* out: act (n, ffn) = silu(a gate^T) * (a up^T). a: act (n, width) */
+    /* out: in (n, ffn) = silu(a gate^T) * (a up^T). a: in (n, width) */
     void (*swiglu)(rk_device *dev, void *out, const void *a,
                    const rk_matrix *gate, const rk_matrix *up, int32_t n);
 
@@ -214,6 +222,8 @@ typedef struct rk_ops {
 /* Every device begins with its table: dev->ops->norm(dev, ...). */
 struct rk_device {
     const rk_ops *ops;
+    rk_type input; /* of what enters products: compute, or float32 where that
+                    * is rounded to integers */
 };
 
 /* Bytes of one block: K and V of block_tokens positions in all layers. */

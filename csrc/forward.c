@@ -7,8 +7,8 @@
  *         x += down(silu(gate(norm(x))) * up(norm(x)))
  *     logits = head(norm(x))
  *
- * x stays float32 throughout; what enters a matrix product is the model's
- * compute type. Rows that leave early, probes and lenses are the caller's
+ * x stays float32 throughout; what enters a matrix product is of the device's
+ * input type. Rows that leave early, probes and lenses are the caller's
  * business: a layer is one call.
  */
 #include "forward.h"
@@ -21,6 +21,7 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
 {
     const rk_config *c = &model->config;
     size_t act = model->compute == RK_BF16 ? 2 : 4;
+    size_t in = device->input == RK_BF16 ? 2 : 4;
     size_t rows = (size_t)rk_rows_room(max_rows);
     size_t outputs = (size_t)rk_rows_room(max_outputs);
     size_t width = (size_t)c->width;
@@ -34,9 +35,9 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
     const rk_ops *ops = device->ops;
     f->x = ops->alloc(device, rows * width * sizeof(float));
     f->y = ops->alloc(device, outputs * width * sizeof(float));
-    f->a = ops->alloc(device, rows * (width > heads ? width : heads) * act);
+    f->a = ops->alloc(device, rows * (width > heads ? width : heads) * in);
     f->q = ops->alloc(device, rows * heads * act);
-    f->h = ops->alloc(device, rows * (size_t)c->ffn_width * act);
+    f->h = ops->alloc(device, rows * (size_t)c->ffn_width * in);
     f->logits =
         ops->alloc(device, outputs * (size_t)c->vocab_size * sizeof(float));
     f->picks = ops->alloc(device, outputs * sizeof(rk_pick));

@@ -11,9 +11,9 @@ typedef struct rk_forward {
     int32_t max_rows, max_outputs;
     float *x;       /* (max_rows, width) residual stream */
     float *y;       /* (max_outputs, width) rows on their way to the head */
-    void *a;        /* act (max_rows, max(width, n_heads * head_dim)) */
+    void *a;        /* in (max_rows, max(width, n_heads * head_dim)) */
     void *q;        /* act (max_rows, n_heads * head_dim) */
-    void *h;        /* act (max_rows, ffn_width) */
+    void *h;        /* in (max_rows, ffn_width) */
     float *logits;  /* (max_outputs, vocab_size) */
     rk_pick *picks; /* (max_outputs,) */
     float *few;     /* (max_outputs, 2) answers and cosines */

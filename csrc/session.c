@@ -107,7 +107,7 @@ rk_status rk_session_create(rk_session **out, const rk_model *model,
         .n_blocks = n_blocks,
         .max_rows = options->step_tokens,
         .max_outputs = RK_MAX_OUTPUTS,
-        .int8 = options->int8,
+        .rounding = options->rounding,
     };
     if ((status = create_device(s, &extent, err)) ||
         (status = rk_place(&s->placed, &s->model, s->device, model, err)) ||

@@ -27,7 +27,7 @@ typedef struct rk_options {
     int64_t kv_bytes;
     int32_t block_tokens; /* power of two, 1 .. RK_TILE */
     int32_t step_tokens;  /* rows of a step at most; prefill goes in chunks */
-    bool int8;            /* rk_extent.int8 */
+    rk_rounding rounding; /* rk_extent.rounding */
     bool share; /* false: no prefix index, no merging of equal rows; forks still
                  * share. For measuring what sharing brings. */
     int hash_bits;              /* 64; tests: 0 */

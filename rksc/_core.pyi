@@ -169,7 +169,7 @@ class Session:
         share: bool = True,
         hash_bits: int = 64,
         poison: bool = False,
-        activations: Literal["int8"] | None = None,
+        activations: Literal["int16", "int8", "bfloat16"] | None = None,
     ) -> Self: ...
     @property
     def config(self) -> ModelConfig: ...
@@ -178,7 +178,7 @@ class Session:
     @property
     def dtype(self) -> str: ...
     @property
-    def activations(self) -> Literal["int8"] | None: ...
+    def activations(self) -> Literal["int16", "int8"] | None: ...
     @property
     def isa(self) -> str:
         """The instruction set in use: one of `rksc._core.isas`, or, on a GPU, such as "sm_90"."""

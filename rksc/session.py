@@ -84,7 +84,7 @@ class BranchSession(_core.Session):
         cgee: CGEE | None = CGEE(),  # noqa: B008 (frozen)
         rsbcm: RSBCM = RSBCM(),  # noqa: B008 (frozen)
         *,
-        activations: Literal["int8"] | None = None,
+        activations: Literal["int16", "int8", "bfloat16"] | None = None,
         step_tokens: int = 512,
         isa: str | None = None,
         share: bool = True,

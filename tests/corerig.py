@@ -49,7 +49,7 @@ class Options(c.Structure):
         ("kv_bytes", c.c_int64),
         ("block_tokens", c.c_int32),
         ("step_tokens", c.c_int32),
-        ("int8", c.c_bool),
+        ("rounding", c.c_int),
         ("share", c.c_bool),
         ("hash_bits", c.c_int),
         ("poison", c.c_bool),

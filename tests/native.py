@@ -37,6 +37,9 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16
 ISA_FLAGS = {
     "kernels_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512.c": AVX512,
+    "int16_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "int16_avxvnni.c": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
+    "int16_avx512vnni.c": [*AVX512, "-mavx512vnni"],
     "int8_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
     "int8_avxvnni.c": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
     "int8_avx512vnni.c": [*AVX512, "-mavx512vnni"],
@@ -245,7 +248,7 @@ class Extent(c.Structure):
         ("n_blocks", c.c_int64),
         ("max_rows", c.c_int32),
         ("max_outputs", c.c_int32),
-        ("int8", c.c_bool),
+        ("rounding", c.c_int),
     ]
 
 

@@ -108,7 +108,7 @@ class Shape:
     n_blocks: int = 64
     max_rows: int = 256
     max_outputs: int = 16
-    int8: bool = False
+    rounding: int = 0  # RK_ROUND_ACT, _INT16, _INT8
     rope_interleaved: bool = False
     window: int = 0
     window_from: int = 0
@@ -124,7 +124,7 @@ def describe(shape: Shape, compute: int) -> tuple[native.Config, native.Extent, 
     config = native.Config(**{name: getattr(shape, name) for name in names})
     config.norm_eps, config.max_positions = 1e-5, 1 << 20
     config.inv_freq = freq.ctypes.data
-    names = ["block_tokens", "n_blocks", "max_rows", "max_outputs", "int8"]
+    names = ["block_tokens", "n_blocks", "max_rows", "max_outputs", "rounding"]
     extent = native.Extent(compute=compute, **{n: getattr(shape, n) for n in names})
     return config, extent, freq
 

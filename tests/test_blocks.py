@@ -238,7 +238,7 @@ def rounded(a: Array) -> tuple[Array, Array]:
 
 
 def int8_rig(isa: int, compute: int, k: int, n_threads: int = 1) -> Rig:
-    return Rig(Shape(width=k, max_rows=300, int8=True), compute, isa, n_threads)
+    return Rig(Shape(width=k, max_rows=300, rounding=2), compute, isa, n_threads)
 
 
 def run_linear(rig: Rig, a: Array, w: native.Matrix) -> Array:

@@ -443,3 +443,9 @@ static void tile_finish(void *out, const float *acc, const cpu_partial *all,
         STORE_bf16(out, vf_mul(LOAD(acc), by));
     }
 }
+
+static void tile_finish_wide(float *out, const float *acc,
+                             const cpu_partial *all, int32_t head_dim)
+{
+    finish_f32(out, acc, all, head_dim);
+}

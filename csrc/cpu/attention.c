@@ -375,15 +375,21 @@ static void write_out(const attention_job *job, const workspace *ws,
 {
     const cpu_device *dev = job->dev;
     const int32_t head_dim = dev->config.head_dim, group = dev->group;
-    const size_t head_bytes = (size_t)head_dim * dev->act_bytes;
+    const size_t head_bytes = (size_t)head_dim * dev->in_bytes;
     int64_t i = 0;
     for (int32_t row = chunk->row_begin; row < chunk->row_end; row++) {
         for (int32_t j = 0; j < group; j++, i++) {
             int64_t head =
                 (int64_t)row * dev->config.n_heads + kv_head * group + j;
-            dev->kernels->finish[dev->bf16](
-                job->out + head * (int64_t)head_bytes,
-                ws->all_acc + i * dev->acc_stride, &ws->all[i], head_dim);
+            const float *acc = ws->all_acc + i * dev->acc_stride;
+            char *out = job->out + head * (int64_t)head_bytes;
+            if (dev->bf16 && !dev->in_bf16) {
+                dev->kernels->finish_wide((float *)out, acc, &ws->all[i],
+                                          head_dim);
+            } else {
+                dev->kernels->finish[dev->bf16](out, acc, &ws->all[i],
+                                                head_dim);
+            }
         }
     }
 }

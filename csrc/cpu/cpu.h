@@ -38,6 +38,21 @@ typedef struct cpu_product {
     void *scratch; /* product_scratch_bytes(k), where kernels want it */
 } cpu_product;
 
+/* The same where activations are integers and w of a block type: n rows of
+ * blocks, row_bytes apart. */
+typedef struct cpu_integer_product {
+    float *out;
+    int64_t out_stride;
+    const void *a; /* cpu_int16_block or cpu_integers (m, blocks of k) */
+    const char *w;
+    int64_t row_bytes;
+    rk_type type;
+    const float *bias; /* (n,) or NULL */
+    int32_t m, n, k;   /* m <= CPU_PANEL_ROWS; k: whole blocks of `type` */
+    bool accumulate;
+    void *scratch; /* scratch_bytes of the kernels */
+} cpu_integer_product;
+
 /* Keys of one KV head in a run of blocks. Key p lies in block blocks[p /
  * block_tokens]. Inside a block K is (head_dim, block_tokens) in float32 and
  * (head_dim / 2, block_tokens, 2) in bf16, so that keys lie in lanes; V is
@@ -131,8 +146,11 @@ typedef struct cpu_kernels {
     /* fold `part` into `all`, which holds the earlier tiles */
     void (*merge)(float *all_acc, cpu_partial *all, const float *part_acc,
                   const cpu_partial *part, int32_t acc_stride);
+    /* to act; `wide`: from bf16's accumulators to float32 */
     void (*finish[2])(void *out, const float *acc, const cpu_partial *all,
                       int32_t head_dim);
+    void (*finish_wide)(float *out, const float *acc, const cpu_partial *all,
+                        int32_t head_dim);
 
     /* -- rows of logits */
     /* of n values: maximum, its first index, and over all i, with d = x_i -
@@ -188,8 +206,10 @@ typedef struct cpu_device {
     int32_t n_threads;
     rk_config config;
     rk_extent extent;
-    int32_t bf16;       /* index into kernel pairs */
-    size_t act_bytes;   /* of one activation element: 2 or 4 */
+    int32_t bf16;       /* index into kernel pairs: of compute, */
+    int32_t in_bf16;    /* of what enters products */
+    size_t act_bytes;   /* of one element of the one: 2 or 4, */
+    size_t in_bytes;    /* and of the other */
     int32_t group;      /* query heads of a KV head */
     int32_t acc_stride; /* floats of one accumulator row */
     int32_t block_shift;
@@ -198,6 +218,8 @@ typedef struct cpu_device {
     size_t kv_bytes;
     int64_t block_bytes, layer_bytes; /* of one block, of one layer in it */
 
+    char *narrow; /* activations of one product as bf16, where they enter it as
+                   * float32; NULL: not wanted */
     char *packed; /* activations of one product; NULL: not wanted */
     char *panels; /* n_threads * panel_bytes: scratch of products */
     size_t panel_bytes;
@@ -205,9 +227,11 @@ typedef struct cpu_device {
     char *rows; /* n_threads * rows_bytes: rows of block types as act */
     size_t rows_bytes;
 
-    /* NULL, or activations="int8": kernels, (rows, k / 32) of one product */
+    /* Where activations are rounded to integers, one of the two, and those of
+     * one product: cpu_int16_block or cpu_integers (rows, blocks of k) */
+    const struct cpu_int16_kernels *int16;
     const struct cpu_int8_kernels *int8;
-    struct cpu_integers *integers;
+    void *integers;
 
     char *scratch; /* n_threads * scratch_bytes */
     size_t scratch_bytes;

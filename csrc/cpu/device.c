@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "int16.h"
 #include "int8.h"
 
 #if !defined(MAP_NORESERVE)
@@ -117,6 +118,7 @@ static void device_destroy(rk_device *base)
         munmap(dev->partials, dev->partials_bytes);
     }
     free((void *)dev->config.inv_freq);
+    free(dev->narrow);
     free(dev->packed);
     free(dev->panels);
     free(dev->rows);
@@ -225,10 +227,17 @@ rk_status rk_cpu_create(rk_device **out, const rk_config *config,
     dev->config = *config;
     dev->extent = *extent;
     dev->kernels = cpu_kernels_of(isa);
-    dev->int8 = extent->int8 ? cpu_int8_of(isa) : NULL;
+    if (extent->rounding == RK_ROUND_INT16) {
+        dev->int16 = cpu_int16_of(isa);
+    } else if (extent->rounding == RK_ROUND_INT8) {
+        dev->int8 = cpu_int8_of(isa);
+    }
     dev->n_threads = n_threads;
     dev->bf16 = extent->compute == RK_BF16;
+    dev->in_bf16 = dev->bf16 && extent->rounding == RK_ROUND_ACT;
     dev->act_bytes = dev->bf16 ? 2 : 4;
+    dev->in_bytes = dev->in_bf16 ? 2 : 4;
+    dev->base.input = dev->in_bf16 ? RK_BF16 : RK_F32;
     dev->group = config->n_heads / config->n_kv_heads;
     dev->acc_stride = dev->kernels->acc_stride[dev->bf16](config->head_dim);
     dev->block_shift = __builtin_ctz((unsigned)extent->block_tokens);

@@ -25,25 +25,10 @@ typedef struct cpu_integers {
     int32_t unused;
 } cpu_integers;
 
-/* out[i * out_stride + j] = a_i . w_j + bias[j] (+ what was there), i < m,
- * j < n; a: (m, k / 32), w: n rows of blocks, row_bytes apart. */
-typedef struct cpu_int8_product {
-    float *out;
-    int64_t out_stride;
-    const cpu_integers *a;
-    const char *w;
-    int64_t row_bytes;
-    rk_type type;
-    const float *bias; /* (n,) or NULL */
-    int32_t m, n, k;   /* k: whole blocks of `type` */
-    bool accumulate;
-    void *scratch; /* scratch_bytes(k) */
-} cpu_int8_product;
-
 typedef struct cpu_int8_kernels {
-    /* k values of the compute type ([0]: float32, [1]: bf16) */
-    void (*quantize[2])(cpu_integers *out, const void *a, int32_t k);
-    void (*product)(const cpu_int8_product *job);
+    /* k values */
+    void (*quantize)(cpu_integers *out, const float *a, int32_t k);
+    void (*product)(const cpu_integer_product *job);
     size_t (*scratch_bytes)(int32_t k);
 } cpu_int8_kernels;
 

@@ -14,6 +14,7 @@
 #include <cpuid.h>
 #endif
 
+#include "int16.h"
 #include "int8.h"
 
 const char *rk_isa_name(rk_isa isa)
@@ -118,6 +119,20 @@ const cpu_int8_kernels *cpu_int8_of(rk_isa isa)
 #endif
     (void)isa;
     return &cpu_int8_portable;
+}
+
+const cpu_int16_kernels *cpu_int16_of(rk_isa isa)
+{
+#if defined(__x86_64__)
+    if (isa >= RK_ISA_AVX512 && __builtin_cpu_supports("avx512vnni")) {
+        return &cpu_int16_avx512vnni;
+    }
+    if (isa >= RK_ISA_AVX2) {
+        return has_avxvnni() ? &cpu_int16_avxvnni : &cpu_int16_avx2;
+    }
+#endif
+    (void)isa;
+    return &cpu_int16_portable;
 }
 
 /* ---- threads ------------------------------------------------------------- */

@@ -479,6 +479,7 @@ static size_t product_scratch_bytes(int32_t k)
 #define ATTEND_BYTES tile_attend_bytes
 #define STORE_VALUE tile_store_value
 #define FINISH tile_finish
+#define FINISH_WIDE tile_finish_wide
 #define TABLE cpu_kernels_amx
 #define PACKED_BYTES packed_bytes
 #define PACK_ROWS pack_rows

@@ -10,11 +10,13 @@
  * time become rows of the activations' type in the thread's own memory, here
  * or, for few activation rows, in a kernel that can do it as it goes. The
  * result is that of a session whose weights were converted beforehand, to the
- * bit. Where activations="int8" was asked for, such weights meet activations
- * that were rounded to integers, in kernels of their own (int8.h).
+ * bit. Where activations are rounded to integers (rk_extent.rounding), such
+ * weights meet those, in kernels of their own (int16.h, int8.h); activations
+ * come as float32 then, and become bf16 here for matrices of that type.
  */
 #include <string.h>
 
+#include "int16.h"
 #include "int8.h"
 #include "quant.h"
 
@@ -87,16 +89,34 @@ typedef struct pack_job {
     int32_t n, k;
 } pack_job;
 
+/* A group of rows as bf16 (where they are float32), then as tiles want them. */
 static void pack_unit(void *argument, int32_t unit, int32_t thread)
 {
     const pack_job *job = argument;
     const cpu_device *dev = job->dev;
     const int32_t row = unit * CPU_PACK_ROWS;
+    const int32_t n = cpu_min(CPU_PACK_ROWS, job->n - row);
+    const int64_t at = (int64_t)row * job->k;
+    const char *a = (const char *)job->a + at * (int64_t)dev->in_bytes;
     (void)thread;
-    dev->kernels->pack(
-        dev->packed + (size_t)unit * dev->kernels->packed_bytes(job->k),
-        (const char *)job->a + (int64_t)row * job->k * (int64_t)dev->act_bytes,
-        cpu_min(CPU_PACK_ROWS, job->n - row), job->k, job->n > CPU_FEW_ROWS);
+    if (dev->narrow != NULL) {
+        char *narrow = dev->narrow + at * (int64_t)dev->act_bytes;
+        dev->kernels->convert[1](narrow, (const float *)a, n * job->k);
+        a = narrow;
+    }
+    if (dev->packed != NULL) {
+        dev->kernels->pack(dev->packed + (size_t)unit *
+                                             dev->kernels->packed_bytes(job->k),
+                           a, n, job->k, job->n > CPU_FEW_ROWS);
+    }
+}
+
+/* Bytes of a row of k activations as integers. */
+static size_t integers_bytes(const cpu_device *dev, int32_t k)
+{
+    return dev->int16 != NULL
+               ? (size_t)cpu_int16_blocks(k) * sizeof(cpu_int16_block)
+               : (size_t)(k / CPU_INT8_BLOCK) * sizeof(cpu_integers);
 }
 
 static void quantize_unit(void *argument, int32_t unit, int32_t thread)
@@ -107,24 +127,27 @@ static void quantize_unit(void *argument, int32_t unit, int32_t thread)
     const int32_t end = cpu_min(begin + CPU_PACK_ROWS, job->n);
     (void)thread;
     for (int32_t i = begin; i < end; i++) {
-        dev->int8->quantize[dev->bf16](
-            dev->integers + (int64_t)i * (job->k / CPU_INT8_BLOCK),
-            (const char *)job->a +
-                (int64_t)i * job->k * (int64_t)dev->act_bytes,
-            job->k);
+        const float *row = (const float *)job->a + (int64_t)i * job->k;
+        void *to =
+            (char *)dev->integers + i * (int64_t)integers_bytes(dev, job->k);
+        if (dev->int16 != NULL) {
+            dev->int16->quantize(to, row, job->k);
+        } else {
+            dev->int8->quantize(to, row, job->k);
+        }
     }
 }
 
 /* Do activations meet this matrix as integers? */
 static bool in_integers(const cpu_device *dev, const rk_matrix *w)
 {
-    return dev->int8 != NULL && rk_cpu_takes(w->type);
+    return dev->integers != NULL && rk_cpu_takes(w->type);
 }
 
 /* Activations in the forms that products want them. */
 typedef struct input {
     const void *act;
-    const cpu_integers *integers;
+    const char *integers;
     int32_t n; /* rows in all */
 } input;
 
@@ -139,13 +162,15 @@ static input prepare(const cpu_device *dev, const void *a, int32_t n,
         if (in_integers(dev, matrices[i])) {
             in.integers = dev->integers;
         } else {
-            in.act = dev->packed != NULL ? dev->packed : a;
+            in.act = dev->packed != NULL   ? dev->packed
+                     : dev->narrow != NULL ? dev->narrow
+                                           : a;
         }
     }
     if (in.integers != NULL) {
         cpu_pool_run(dev->pool, quantize_unit, &job, n_units);
     }
-    if (in.act != NULL && dev->packed != NULL) {
+    if (in.act != NULL && in.act != a) {
         cpu_pool_run(dev->pool, pack_unit, &job, n_units);
     }
     return in;
@@ -158,12 +183,21 @@ bool cpu_product_allocate(cpu_device *dev)
         cpu_max(cpu_max(c->width, c->ffn_width), c->n_heads * c->head_dim);
     const int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
     dev->rows_bytes = cpu_align(AT_ONCE * (size_t)k * dev->act_bytes);
-    if (dev->int8 != NULL) {
-        size_t row = (size_t)(k / CPU_INT8_BLOCK) * sizeof *dev->integers;
-        size_t panel = cpu_align(dev->int8->scratch_bytes(k));
+    if (dev->int16 != NULL || dev->int8 != NULL) {
+        size_t panel =
+            cpu_align(dev->int16 != NULL ? dev->int16->scratch_bytes
+                                         : dev->int8->scratch_bytes(k));
         dev->rows_bytes = panel > dev->rows_bytes ? panel : dev->rows_bytes;
-        dev->integers = dev->base.ops->alloc(&dev->base, (size_t)rows * row);
+        dev->integers = dev->base.ops->alloc(
+            &dev->base, (size_t)rows * integers_bytes(dev, k));
         if (dev->integers == NULL) {
+            return false;
+        }
+    }
+    if (dev->bf16 && !dev->in_bf16) {
+        dev->narrow = dev->base.ops->alloc(
+            &dev->base, (size_t)rows * (size_t)k * dev->act_bytes);
+        if (dev->narrow == NULL) {
             return false;
         }
     }
@@ -199,15 +233,15 @@ static void unpack_rows(const cpu_device *dev, char *rows, const rk_matrix *w,
 
 /* `multiply` for weights that `in_integers`. */
 static void multiply_integers(const cpu_device *dev, float *out,
-                              int64_t out_stride, const cpu_integers *a,
+                              int64_t out_stride, const char *integers,
                               const rk_matrix *w, const range *r,
                               bool accumulate, int32_t thread)
 {
     const int64_t row_bytes = rk_type_bytes(w->type, w->cols);
-    const cpu_int8_product job = {
+    const cpu_integer_product job = {
         .out = out,
         .out_stride = out_stride,
-        .a = a + (int64_t)r->m_begin * (w->cols / CPU_INT8_BLOCK),
+        .a = integers + r->m_begin * (int64_t)integers_bytes(dev, w->cols),
         .w = (const char *)w->data + r->n_begin * row_bytes,
         .row_bytes = row_bytes,
         .type = w->type,
@@ -218,7 +252,11 @@ static void multiply_integers(const cpu_device *dev, float *out,
         .accumulate = accumulate,
         .scratch = dev->rows + (size_t)thread * dev->rows_bytes,
     };
-    dev->int8->product(&job);
+    if (dev->int16 != NULL) {
+        dev->int16->product(&job);
+    } else {
+        dev->int8->product(&job);
+    }
 }
 
 /* The part `r` of a w^T + bias to out, whose rows lie out_stride apart; a is
@@ -320,9 +358,9 @@ static void swiglu_unit(void *argument, int32_t unit, int32_t thread)
     multiply(dev, up, r.n, &job->a, job->up, &r, false, thread);
     for (int32_t i = 0; i < r.m; i++) {
         int64_t at = (r.m_begin + i) * ffn + r.n_begin;
-        dev->kernels->swiglu[dev->bf16](job->out + at * (int64_t)dev->act_bytes,
-                                        gate + (int64_t)i * r.n,
-                                        up + (int64_t)i * r.n, r.n);
+        dev->kernels->swiglu[dev->in_bf16](
+            job->out + at * (int64_t)dev->in_bytes, gate + (int64_t)i * r.n,
+            up + (int64_t)i * r.n, r.n);
     }
 }
 

@@ -107,12 +107,12 @@ static void norm_unit(void *argument, int32_t unit, int32_t thread)
     for (int32_t i = unit * ROWS; i < end; i++) {
         const float *x = job->x + (int64_t)i * width;
         void *out =
-            (char *)job->out + (int64_t)i * width * (int64_t)dev->act_bytes;
+            (char *)job->out + (int64_t)i * width * (int64_t)dev->in_bytes;
         if (job->weight != NULL) {
-            dev->kernels->norm[dev->bf16](out, x, job->weight,
-                                          dev->config.norm_eps, width);
+            dev->kernels->norm[dev->in_bf16](out, x, job->weight,
+                                             dev->config.norm_eps, width);
         } else {
-            dev->kernels->convert[dev->bf16](out, x, width);
+            dev->kernels->convert[dev->in_bf16](out, x, width);
         }
     }
 }

@@ -477,6 +477,17 @@ static void finish_bf16(void *out, const float *acc, const cpu_partial *all,
         }
     }
 }
+
+/* Even and odd elements come apart. */
+static void finish_wide(float *out, const float *acc, const cpu_partial *all,
+                        int32_t head_dim)
+{
+    const float by = 1.0f / all->sum;
+    for (int32_t i = 0; i < head_dim; i++) {
+        const int32_t step = i / (2 * LANES), at = i % (2 * LANES);
+        out[i] = acc[step * 2 * LANES + at % 2 * LANES + at / 2] * by;
+    }
+}
 #endif
 
 #endif

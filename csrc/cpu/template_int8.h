@@ -62,23 +62,10 @@ static void quantize_block(cpu_integers *out, const float *x)
     out->unused = 0;
 }
 
-static void quantize_f32(cpu_integers *out, const void *a, int32_t k)
+static void quantize(cpu_integers *out, const float *a, int32_t k)
 {
-    const float *x = a;
     for (int32_t i = 0; i < k; i += CPU_INT8_BLOCK) {
-        quantize_block(out++, x + i);
-    }
-}
-
-static void quantize_bf16(cpu_integers *out, const void *a, int32_t k)
-{
-    const uint16_t *x = a;
-    float wide[CPU_INT8_BLOCK];
-    for (int32_t i = 0; i < k; i += CPU_INT8_BLOCK) {
-        for (int j = 0; j < CPU_INT8_BLOCK; j++) {
-            wide[j] = rk_bf16_to_f32(x[i + j]);
-        }
-        quantize_block(out++, wide);
+        quantize_block(out++, a + i);
     }
 }
 
@@ -190,13 +177,14 @@ multiply_panel(vf sums[COLUMNS], const char *panel, const cpu_integers *a,
 
 /* LANES weight rows from j by activation rows [i, i + columns). */
 static inline __attribute__((always_inline)) void
-put_columns(const cpu_int8_product *job, int32_t i, int32_t j, int columns,
+put_columns(const cpu_integer_product *job, int32_t i, int32_t j, int columns,
             int n_groups, bool offset)
 {
     const int32_t n_parts = job->k / CPU_INT8_BLOCK;
     const int32_t n = job->n - j < LANES ? job->n - j : LANES;
     vf sums[COLUMNS];
-    multiply_panel(sums, job->scratch, job->a + (int64_t)i * n_parts, n_parts,
+    multiply_panel(sums, job->scratch,
+                   (const cpu_integers *)job->a + (int64_t)i * n_parts, n_parts,
                    columns, n_groups, offset);
     float *out = job->out + i * job->out_stride + j;
     for (int c = 0; c < columns; c++, out += job->out_stride) {
@@ -212,7 +200,7 @@ put_columns(const cpu_int8_product *job, int32_t i, int32_t j, int columns,
 }
 
 #define DEFINE_ROWS(NAME, N_GROUPS, OFFSET)                                    \
-    static void rows_##NAME(const cpu_int8_product *job, int32_t j)            \
+    static void rows_##NAME(const cpu_integer_product *job, int32_t j)         \
     {                                                                          \
         int32_t i = 0;                                                         \
         for (; i + COLUMNS <= job->m; i += COLUMNS) {                          \
@@ -231,12 +219,12 @@ DEFINE_ROWS(32_offset, 1, true)
 DEFINE_ROWS(16, 2, false)
 DEFINE_ROWS(16_offset, 2, true)
 
-static void product(const cpu_int8_product *job)
+static void product(const cpu_integer_product *job)
 {
     for (int32_t j = 0; j < job->n; j += LANES) {
         const char *w = job->w + j * job->row_bytes;
         const int32_t n = job->n - j < LANES ? job->n - j : LANES;
-        void (*rows)(const cpu_int8_product *, int32_t);
+        void (*rows)(const cpu_integer_product *, int32_t);
         switch (job->type) {
 #define PRODUCT_CASE(NAME, TYPE, BLOCK, GROUP, OFFSET)                         \
     case RK_##NAME:                                                            \
@@ -253,7 +241,7 @@ static void product(const cpu_int8_product *job)
 }
 
 const cpu_int8_kernels TABLE = {
-    .quantize = {quantize_f32, quantize_bf16},
+    .quantize = quantize,
     .product = product,
     .scratch_bytes = scratch_bytes,
 };

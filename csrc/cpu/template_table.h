@@ -23,6 +23,7 @@
 #define ATTEND_BYTES NULL
 #define STORE_VALUE NULL
 #define FINISH finish_bf16
+#define FINISH_WIDE finish_wide
 #endif
 
 const cpu_kernels TABLE = {
@@ -47,6 +48,7 @@ const cpu_kernels TABLE = {
     .store_value = STORE_VALUE,
     .merge = merge_tile,
     .finish = {finish_f32, FINISH},
+    .finish_wide = FINISH_WIDE,
     .statistics = row_statistics,
     .weights = row_weights,
     .sum = row_sum,

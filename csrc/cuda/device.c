@@ -303,6 +303,7 @@ static rk_status device_create(rk_device **out, rk_cuda *cuda,
         return rk_fail(err, RK_ENOMEM, "no memory for a device");
     }
     dev->base.ops = &cuda_ops;
+    dev->base.input = extent->compute;
     dev->context = (cuda_context *)cuda;
     dev->config = *config;
     dev->extent = *extent;

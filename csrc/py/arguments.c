@@ -55,16 +55,26 @@ static int read_dtype(PyObject *object)
     return -2;
 }
 
-static int read_activations(PyObject *object, bool *int8)
+/* What to round to, -1: as the session chooses; -2 with an exception. */
+static int read_activations(PyObject *object)
 {
-    *int8 = object != Py_None;
-    if (!*int8 || (PyUnicode_Check(object) &&
-                   PyUnicode_CompareWithASCIIString(object, "int8") == 0)) {
-        return 0;
+    static const char *const names[] = {[RK_ROUND_ACT] = "bfloat16",
+                                        [RK_ROUND_INT16] = "int16",
+                                        [RK_ROUND_INT8] = "int8"};
+
+    if (object == Py_None) {
+        return -1;
+    }
+    for (int i = 0; i < 3 && PyUnicode_Check(object); i++) {
+        if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
+            return i;
+        }
     }
     PyErr_Format(PyExc_ValueError,
-                 "activations must be \"int8\" or None, got %R", object);
-    return -1;
+                 "activations must be \"int8\", \"int16\", \"bfloat16\" or "
+                 "None, got %R",
+                 object);
+    return -2;
 }
 
 /* "cpu": -1; "cuda" and "cuda:N": the GPU's number. */
@@ -163,7 +173,6 @@ static int read_options(const given *a, rk_options *o)
                       .share = a->share != 0,
                       .poison = a->poison != 0};
     if (read_isa(a->isa, &o->isa) < 0 ||
-        read_activations(a->activations, &o->int8) < 0 ||
         (a->kv_bytes != NULL && read_kv_bytes(a->kv_bytes, &o->kv_bytes) < 0) ||
         (a->block_tokens != NULL &&
          rk_int_read(&o->block_tokens, a->block_tokens, "block_tokens", 1,
@@ -194,9 +203,14 @@ int rk_session_arguments_read(rk_session_arguments *out, PyObject *args,
     if (out->compute < -1) {
         return -1;
     }
-    if (out->options.int8 && out->gpu >= 0) {
-        PyErr_SetString(PyExc_ValueError,
-                        "activations=\"int8\" is for device=\"cpu\" only");
+    out->rounding = read_activations(a.activations);
+    if (out->rounding < -1) {
+        return -1;
+    }
+    if (out->rounding > RK_ROUND_ACT && out->gpu >= 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "activations=%R is for device=\"cpu\" only",
+                     a.activations);
         return -1;
     }
     out->weights = a.weights;

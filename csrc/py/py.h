@@ -63,7 +63,7 @@ typedef struct session_object {
     pid_t process;             /* that made it; in any other nothing works */
     unsigned long main_thread; /* Python's identity of it */
     rk_isa isa;
-    bool int8; /* activations="int8" */
+    rk_rounding rounding; /* activations */
     int32_t n_threads, block_tokens, vocab_size;
     bool locks_made;
 
@@ -95,8 +95,9 @@ typedef struct branch_object {
 
 typedef struct rk_session_arguments {
     PyObject *weights, *config, *token_bytes, *special_ids; /* borrowed */
-    int compute; /* RK_F32, RK_BF16, -1: as the weights are */
-    int gpu;     /* its number; -1: the CPU */
+    int compute;  /* RK_F32, RK_BF16, -1: as the weights are */
+    int gpu;      /* its number; -1: the CPU */
+    int rounding; /* rk_rounding as asked for; -1: what suits the weights */
     rk_options options;
 } rk_session_arguments;
 

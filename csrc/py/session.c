@@ -101,6 +101,37 @@ static bool gpu_takes(rk_type type)
     return false;
 }
 
+/* What activations that meet weights of block types are rounded to: as asked
+ * for; else bfloat16 sessions on the CPU take 16-bit integers, but for AMX,
+ * whose tiles of bf16 are faster with many rows (docs/speed.md). */
+static int choose_rounding(session_object *self, const rk_session_arguments *a)
+{
+    const bool narrow = rk_weights_model(self->weights)->compute == RK_BF16;
+    const bool blocks = rk_weights_in_blocks(self->weights);
+
+    if (a->rounding < 0) {
+        self->rounding =
+            narrow && blocks && a->gpu < 0 && a->options.isa != RK_ISA_AMX
+                ? RK_ROUND_INT16
+                : RK_ROUND_ACT;
+        return 0;
+    }
+    self->rounding = (rk_rounding)a->rounding;
+    if (self->rounding == RK_ROUND_ACT && !narrow) {
+        PyErr_SetString(PyExc_ValueError,
+                        "activations=\"bfloat16\" needs dtype=\"bfloat16\"");
+        return -1;
+    }
+    if (self->rounding != RK_ROUND_ACT && !blocks) {
+        PyErr_Format(PyExc_ValueError,
+                     "activations=\"%s\" needs weights of GGUF block types, "
+                     "and no matrix is of one",
+                     self->rounding == RK_ROUND_INT8 ? "int8" : "int16");
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *session_new(PyTypeObject *type, PyObject *args,
                              PyObject *kwargs)
 {
@@ -118,7 +149,6 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     self->state = state;
     self->process = getpid();
     self->isa = a.options.isa;
-    self->int8 = a.options.int8;
     self->n_threads = a.options.n_threads;
     self->block_tokens = a.options.block_tokens;
     Py_INCREF(a.config);
@@ -130,12 +160,10 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
                         a.options.n_threads, state->tensor_type) < 0) {
         goto fail;
     }
-    if (a.options.int8 && !rk_weights_in_blocks(self->weights)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "activations=\"int8\" needs weights of GGUF block "
-                        "types, and no matrix is of one");
+    if (choose_rounding(self, &a) < 0) {
         goto fail;
     }
+    a.options.rounding = self->rounding;
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
     self->generating =
         rk_generating_new(a.token_bytes, a.special_ids, self->vocab_size);
@@ -454,7 +482,14 @@ static PyObject *get_isa(session_object *self, void *Py_UNUSED(closure))
 
 static PyObject *get_activations(session_object *self, void *Py_UNUSED(closure))
 {
-    return self->int8 ? PyUnicode_FromString("int8") : Py_NewRef(Py_None);
+    switch (self->rounding) {
+    case RK_ROUND_INT16:
+        return PyUnicode_FromString("int16");
+    case RK_ROUND_INT8:
+        return PyUnicode_FromString("int8");
+    default:
+        return Py_NewRef(Py_None);
+    }
 }
 
 static PyObject *get_copied_bytes(session_object *self,
@@ -476,7 +511,8 @@ static PyGetSetDef ATTRIBUTES[] = {
     {"dtype", (getter)get_dtype, NULL,
      "\"float32\" or \"bfloat16\": inputs of matrix products and KV.", NULL},
     {"activations", (getter)get_activations, NULL,
-     "\"int8\": rounded where they meet weights of block types; or None.",
+     "\"int16\" or \"int8\": rounded so where they meet weights of block "
+     "types; None: as dtype says.",
      NULL},
     {"isa", (getter)get_isa, NULL,
      "The instruction set in use; on a GPU \"sm_90\" or such.", NULL},
