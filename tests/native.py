@@ -116,6 +116,7 @@ def load(*parts: str) -> c.CDLL:
 # ---- rksc.h ----------------------------------------------------------------------------------
 
 RK_F32, RK_F16, RK_BF16 = 0, 1, 2
+RK_ROUND_ACT, RK_ROUND_INT16, RK_ROUND_INT8 = 0, 1, 2
 RK_TILE, RK_CHUNK_ROWS = 256, 32
 STATUS = ("OK", "EVALUE", "ETYPE", "EBUFFER", "ENOMEM", "ECAPACITY", "ESTATE", "EINTERRUPTED")
 RK_OK, RK_EVALUE, RK_ETYPE, RK_EBUFFER, RK_ENOMEM, RK_ECAPACITY, RK_ESTATE, RK_EINTERRUPTED = range(
@@ -291,7 +292,38 @@ class Ops(c.Structure):
 class DeviceHead(c.Structure):
     """rk_device: every device begins with its table."""
 
-    _fields_ = [("ops", c.POINTER(Ops))]
+    _fields_ = [("ops", c.POINTER(Ops)), ("input", c.c_int)]
+
+
+class IntegerProduct(c.Structure):
+    """cpu_integer_product"""
+
+    _fields_ = [
+        ("out", c.c_void_p),
+        ("out_stride", c.c_int64),
+        ("a", c.c_void_p),
+        ("w", c.c_void_p),
+        ("row_bytes", c.c_int64),
+        ("type", c.c_int),
+        ("bias", c.c_void_p),
+        *((name, c.c_int32) for name in ("m", "n", "k")),
+        ("accumulate", c.c_bool),
+        ("scratch", c.c_void_p),
+    ]
+
+
+class Int16Kernels(c.Structure):
+    """cpu_int16_kernels"""
+
+    _fields_ = [
+        ("quantize", c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_int32)),
+        ("product", c.CFUNCTYPE(None, c.POINTER(IntegerProduct))),
+        ("scratch_bytes", c.c_size_t),
+    ]
+
+
+INT16_BLOCK = 256, 768
+"""Values and bytes of a cpu_int16_block."""
 
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")

@@ -108,7 +108,7 @@ class Shape:
     n_blocks: int = 64
     max_rows: int = 256
     max_outputs: int = 16
-    rounding: int = 0  # RK_ROUND_ACT, _INT16, _INT8
+    rounding: int = native.RK_ROUND_ACT
     rope_interleaved: bool = False
     window: int = 0
     window_from: int = 0

@@ -14,8 +14,9 @@ import model_files
 import native
 import numpy as np
 import pytest
+from blockrig import IDS, SIZES, beforehand, in_place, random_blocks, run_linear
 from model_files import BLOCK_TYPES, TINY
-from native import RK_BF16, RK_F32
+from native import RK_BF16, RK_F32, RK_ROUND_INT8
 from oprig import (
     TYPES,
     Array,
@@ -26,23 +27,14 @@ from oprig import (
     Shape,
     act,
     act_output,
-    guarded,
     library,
     matrix,
-    value,
 )
 
 import rksc
 from rksc._core import Tensor
 
 ISAS = native.isas(library())
-IDS = {"Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7,
-       "Q2_K": 8, "Q3_K": 9, "Q4_K": 10, "Q5_K": 11, "Q6_K": 12}  # fmt: skip
-SIZES = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-         "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144),
-         "Q5_K": (256, 176), "Q6_K": (256, 210)}  # fmt: skip
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,),
-          "Q8_0": (0,)}  # fmt: skip  # where a block's half-precision numbers are; others: (0, 2)
 CONFIG: dict[str, Any] = {
     **TINY,
     "num_hidden_layers": 2,
@@ -51,25 +43,6 @@ CONFIG: dict[str, Any] = {
     "head_dim": 64,
 }
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-
-
-def random_blocks(rng: np.random.Generator, type: str, rows: int, cols: int) -> Array:
-    """Any integers; halves of either sign from zero and subnormals up to about 0.06."""
-    elements, size = SIZES[type]
-    raw = rng.integers(0, 256, (rows * cols // elements, size), np.uint8)
-    for at in HALVES.get(type, (0, 2)):
-        bits = rng.integers(0, 0x2C00, len(raw), np.uint16) | rng.integers(0, 2, len(raw)) << 15
-        raw[:, at : at + 2] = bits.astype(np.uint16)[:, None].view(np.uint8)
-    return guarded(raw.reshape(rows, -1))
-
-
-def beforehand(raw: Array, type: str, rows: int, cols: int, compute: int) -> Array:
-    """The same weights in the compute type."""
-    return act(Tensor(raw.tobytes(), type, (rows, cols)).numpy(), compute)
-
-
-def in_place(raw: Array, type: str, rows: int, cols: int) -> native.Matrix:
-    return native.Matrix(raw.ctypes.data, None, IDS[type], rows, cols)
 
 
 # ---- operations --------------------------------------------------------------------------------
@@ -195,8 +168,9 @@ def test_a_session_computes_as_with_converted_weights(
     results = []
     for lent, n_threads in ((plain, 1), (weights, 1), (weights, 2)):
         session = rksc.BranchSession(
-            lent, config, dtype=dtype, kv_bytes="4MiB", n_threads=n_threads
-        )
+            lent, config, dtype=dtype, kv_bytes="4MiB", n_threads=n_threads,
+            activations="bfloat16" if dtype == "bfloat16" else None,
+        )  # fmt: skip
         root = session.prefill(TOKENS)
         kids = root.fork([[7], [8, 9], [7]])
         made = session.generate(kids, 8, rksc.Sampling(temperature=0.8, seed=1))
@@ -238,27 +212,23 @@ def rounded(a: Array) -> tuple[Array, Array]:
 
 
 def int8_rig(isa: int, compute: int, k: int, n_threads: int = 1) -> Rig:
-    return Rig(Shape(width=k, max_rows=300, rounding=2), compute, isa, n_threads)
-
-
-def run_linear(rig: Rig, a: Array, w: native.Matrix) -> Array:
-    out = Output((len(a), w.rows), np.float32)
-    rig.linear(out.address, a.ctypes.data, c.byref(w), len(a), False)
-    return out.get()
+    return Rig(Shape(width=k, max_rows=300, rounding=RK_ROUND_INT8), compute, isa, n_threads)
 
 
 @pytest.mark.parametrize("type", BLOCK_TYPES)
 @pytest.mark.parametrize("compute", TYPES, ids=["f32", "bf16"])
 def test_int8_linear(compute: int, type: str) -> None:
-    """Against float64 over the rounded activations; a row alone, in a batch, on any number of
-    threads and on every instruction set with fused multiply-adds has the same bits."""
+    """Against float64 over the rounded activations, which come as float32; a row alone, in a
+    batch, on any number of threads and on every instruction set with fused multiply-adds has the
+    same bits."""
     rng = np.random.default_rng(seed := IDS[type])
     n, k = 71, 768
     raw = random_blocks(rng, type, n, k)
-    a = act(rng.standard_normal((300, k)) * np.exp(rng.standard_normal((300, 1))), compute)
+    a = rng.standard_normal((300, k)) * np.exp(rng.standard_normal((300, 1)))
+    a = a.astype(np.float32)
     a[5] = 0
     w = in_place(raw, type, n, k)
-    scale, q = rounded(value(a).astype(np.float32))
+    scale, q = rounded(a)
     exact = (q * scale.astype(np.float64)[:, :, None]).reshape(300, k)
     weights = Tensor(raw.tobytes(), type, (n, k)).numpy().astype(np.float64)
     # Codes and offsets are multiplied apart, so they may cancel.
