@@ -65,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
     engine.add_argument("--threads", type=_count, help="default: what this process may use")
     engine.add_argument("--isa", choices=_core.isas, help="instruction set (default: the best)")
+    engine.add_argument("--activations", choices=["int16", "int8", "bfloat16"],
+                        help="how activations are rounded where they meet weights of GGUF block "
+                        "types; int8 is the fastest and least exact (default: int16 in bfloat16 "
+                        "sessions, bfloat16 with AMX)")  # fmt: skip
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
     s.add_argument("model", help="a Hugging Face folder or a .gguf file")
@@ -172,7 +176,10 @@ def _new_file(text: str) -> Path:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     dtype = options.dtype or demo_module.best_dtype()
-    return {"dtype": dtype, "n_threads": options.threads, "isa": options.isa}
+    return {
+        "dtype": dtype, "n_threads": options.threads, "isa": options.isa,
+        "activations": options.activations,
+    }  # fmt: skip
 
 
 # ---- solve -------------------------------------------------------------------------------------
@@ -293,6 +300,7 @@ def bench(options: argparse.Namespace) -> int:
     result = bench_module.report(model.config, shape, runs)
     result |= {
         "model": path.name, "dtype": session.dtype, "isa": session.isa,
+        "activations": session.activations,
         "n_threads": session.n_threads, "version": __version__,
     }  # fmt: skip
     if options.json:
@@ -330,7 +338,8 @@ def _doctor(options: argparse.Namespace) -> int:
     session = model.session(kv_bytes="64MiB", **settings)
     print(f"model         {model!r}")
     print(
-        f"session       {session.dtype} on {session.isa}, {session.n_threads} threads; "
+        f"session       {session.dtype} on {session.isa}, {session.n_threads} threads, "
+        f"activations that meet block types {session.activations or session.dtype}; "
         f"{session.copied_bytes / 2**20:.0f} MiB of weights converted, the rest used in place"
     )
     tokenizer = model.tokenizer

@@ -54,10 +54,11 @@ class BranchSession(_core.Session):
     kv_bytes: the budget of all KV. tokenizer: allows text wherever the session takes tokens;
     `Branch.fork` and `Branch.extend` take ids (`encode` makes them). asks: sharing between
     wordings (None: exact tokens only); can be set later, because its centre comes from
-    `layer_means`. cgee: how much to verify (None: all, in full). activations="int8": rounded
-    to 8-bit integers where they meet weights of GGUF block types, faster and less exact
-    (docs/method.md); ValueError where no matrix is of one. step_tokens: tokens that go through
-    the model at once at most. share=False turns the prefix index off, to measure what
+    `layer_means`. cgee: how much to verify (None: all, in full). activations: what they are
+    rounded to where they meet weights of GGUF block types (docs/method.md). None: "int16" in
+    bfloat16 sessions on the CPU, but "bfloat16" with AMX; as they are in float32 ones. "int8" is
+    faster and less exact. ValueError where no matrix is of a block type. step_tokens: tokens that
+    go through the model at once at most. share=False turns the prefix index off, to measure what
     it brings; isa, hash_bits and poison are for tests.
     """
 

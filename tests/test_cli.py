@@ -187,8 +187,10 @@ def test_solve_searches_when_asked_for_depth(capsys: Any, path: str) -> None:
 
 def test_bench(capsys: Any, path: str) -> None:
     sizes = ["--prefix", "40", "--branches", "2", "--suffix", "4", "--new", "3", "--verify", "4"]
-    assert main(["bench", path, *sizes, "--repeat", "1", "--json"]) == 0
+    mode = ["--activations", "int8"]
+    assert main(["bench", path, *sizes, *mode, "--repeat", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert result["activations"] == "int8"
     assert result["same_results"] is True
     assert result["shared"]["phases"]["total"]["tokens"] == 40 + 2 * (3 + 3 + 5)
     assert result["No-KV"]["phases"]["total"]["tokens"] == 2 + 2 * (42 + 3 + 50)

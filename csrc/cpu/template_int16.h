@@ -402,7 +402,7 @@ INLINE void multiply(float *sums, const panel *w, const cpu_int16_block *a,
         for (int c = 0; c < columns; c++) {
             vi less = {0};
             if (!offset) {
-                less = (less + a[c * stride].less[first + g]) << zero;
+                less = (vi)((vu)vi_set1(a[c * stride].less[first + g]) << zero);
             }
             UNROLL
             for (int v = 0; v < VECTORS; v++) {
