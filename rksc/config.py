@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .ends import gguf_ends
 from .fields import Fields, token_ids
 from .files import reading, shown
 from .rope import check_frequencies, check_head_dim, rope_frequencies
@@ -94,9 +95,6 @@ _GGUF_KNOWN = {
     "vocab_size",
 }
 
-# Control tokens that end a turn or a text, whatever eos_token_id says.
-_END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -153,12 +151,8 @@ class ModelConfig:
         if norm_eps is None or not 0 <= norm_eps <= 1:
             raise ValueError(f"norm_eps must be a number from 0 to 1, got {shown(self.norm_eps)}")
         object.__setattr__(self, "norm_eps", norm_eps)
-        object.__setattr__(self, "eos", token_ids(tuple(self.eos), "eos"))
-        bos = token_ids(() if self.bos is None else (self.bos,), "bos")
-        for field, ids in (("eos", self.eos), ("bos", bos)):
-            for i in ids:
-                if not 0 <= i < self.vocab_size:
-                    raise ValueError(f"{field} {i} is outside the vocabulary of {self.vocab_size}")
+        object.__setattr__(self, "eos", token_ids(tuple(self.eos), "eos", self.vocab_size))
+        token_ids(() if self.bos is None else (self.bos,), "bos", self.vocab_size)
 
     @classmethod
     def of(cls, config: ModelConfig | Mapping[str, Any] | Any) -> ModelConfig:
@@ -206,6 +200,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         raise fields.unsupported("quantization_config")
     if "hidden_act" in fields and fields.get("hidden_act") not in ("silu", "swish"):
         raise ValueError(f"hidden_act = {shown(fields.get('hidden_act'))} is not supported (silu)")
+    vocab_size = fields.integer("vocab_size", 1)
     attention_bias = fields.flag("attention_bias")
     if attention_bias and architecture != "llama":
         raise ValueError(f"attention_bias = True is not supported for {architecture}")
@@ -221,7 +216,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     window, window_from = _window(fields, architecture, n_layers)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size", 1),
+        vocab_size=vocab_size,
         n_layers=n_layers,
         width=width,
         ffn_width=fields.integer("intermediate_size", 1),
@@ -237,8 +232,8 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         tied=fields.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or architecture == "qwen2",
         output_bias=attention_bias,
-        eos=token_ids(fields.get("eos_token_id"), "eos_token_id"),
-        bos=next(iter(token_ids(fields.get("bos_token_id"), "bos_token_id")), None),
+        eos=token_ids(fields.get("eos_token_id"), "eos_token_id", vocab_size),
+        bos=next(iter(token_ids(fields.get("bos_token_id"), "bos_token_id", vocab_size)), None),
     )
 
 
@@ -355,10 +350,12 @@ def from_gguf(metadata: Mapping[str, Any], factors: Factors | None) -> ModelConf
     tokens = metadata.get("tokenizer.ggml.tokens")
     if tokens is not None and not isinstance(tokens, list):
         raise ValueError(f"tokenizer.ggml.tokens must be a list, got {shown(tokens)}")
-    bos = token_ids(metadata.get("tokenizer.ggml.bos_token_id"), "tokenizer.ggml.bos_token_id")
+    vocab_size = keys.integer("vocab_size", 1) if tokens is None else len(tokens)
+    field = "tokenizer.ggml.bos_token_id"
+    bos = token_ids(metadata.get(field), field, vocab_size)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=keys.integer("vocab_size", 1) if tokens is None else len(tokens),
+        vocab_size=vocab_size,
         n_layers=keys.integer("block_count", 1),
         width=width,
         ffn_width=_for_all_layers(keys, "feed_forward_length"),
@@ -372,7 +369,7 @@ def from_gguf(metadata: Mapping[str, Any], factors: Factors | None) -> ModelConf
         window=_for_all_layers(keys, "attention.sliding_window", 0),
         tied=False,  # load() knows whether output.weight is there, and biases
         qkv_bias=True if architecture == "qwen2" else None,
-        eos=_gguf_end_tokens(metadata),
+        eos=gguf_ends(metadata, vocab_size),
         bos=next(iter(bos), None),
     )
 
@@ -431,17 +428,3 @@ def _gguf_frequencies(
         )
     divided = check_frequencies(factors, "rope_freqs.weight")
     return tuple(f / by for f, by in zip(frequencies, divided, strict=True))
-
-
-def _gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """eos, eot and eom ids, and the control tokens that always end a turn or a text."""
-    ids: list[int] = []
-    for key in ("eos", "eot", "eom"):
-        field = f"tokenizer.ggml.{key}_token_id"
-        ids += token_ids(metadata.get(field), field)
-    tokens, fields = metadata.get("tokenizer.ggml.tokens"), Fields(metadata)
-    if tokens is not None and fields.get("tokenizer.ggml.token_type") is not None:
-        control = 3
-        kinds = fields.integers("tokenizer.ggml.token_type", len(tokens))
-        ids += [i for i, text in enumerate(tokens) if text in _END_TOKENS and kinds[i] == control]
-    return token_ids(ids, "tokenizer.ggml.eos_token_id")

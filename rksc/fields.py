@@ -83,10 +83,14 @@ class Fields:
         return array
 
 
-def token_ids(value: Any, field: str) -> tuple[int, ...]:
-    """One id, a list of ids or None, as a tuple without repetitions."""
+def token_ids(value: Any, field: str, vocab_size: int) -> tuple[int, ...]:
+    """One id of the vocabulary, a list of ids or None, as a tuple without repetitions."""
     ids = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
     found = [as_int(i) for i in ids]
     if None in found:
         raise ValueError(f"{field} must be token ids, got {shown(value)}")
-    return tuple(dict.fromkeys(i for i in found if i is not None))
+    kept = tuple(dict.fromkeys(i for i in found if i is not None))
+    for i in kept:
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"{field} {i} is outside the vocabulary of {vocab_size}")
+    return kept

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ._core import Tensor
 from .config import ModelConfig, from_gguf, from_hf
-from .fields import token_ids
+from .ends import folder_ends
 from .files import contents, opened, read_json, reading, what_is
 from .gguf import GGUF, MAGIC, read_gguf
 from .names import EMBEDDING, HEAD, check_wrapped, expected_shapes, from_gguf_name
@@ -129,15 +129,12 @@ def _load(path: Path) -> Parts:
 
 
 def _load_folder(folder: Path) -> Parts:
-    described, generation = folder / "config.json", folder / "generation_config.json"
+    described = folder / "config.json"
     if not described.exists():
         raise ValueError(f"{described}: no such file (but {contents(folder)})")
     with reading(described):
         config = from_hf(read_json(described))
-    if generation.exists():
-        with reading(generation):
-            eos = token_ids(read_json(generation).get("eos_token_id"), "eos_token_id")
-            config = replace(config, eos=eos or config.eos)
+    config = replace(config, eos=folder_ends(folder, config))
     stored = {k: v for k, v in read_folder(folder).items() if not _DERIVED.fullmatch(k)}
     config = _check_head(stored, config, folder)
     _check_weights(stored, config)
@@ -172,7 +169,7 @@ def _load_gguf(path: Path) -> Parts:
         from .tokenizer import Tokenizer
 
         with reading(path):
-            return Tokenizer.from_gguf(metadata)
+            return Tokenizer.from_gguf(metadata, path)
 
     return {name: s.tensor(name) for name, s in stored.items()}, config, tokenizer
 

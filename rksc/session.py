@@ -10,6 +10,7 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ from .arguments import (
     parse_dtype,
 )
 from .config import ModelConfig
+from .ends import all_ends
 from .guard import is_rewording, same_numbers
 from .names import check_vocabulary, check_wrapped
 from .options import ASKS, CGEE, RSBCM, Sampling
@@ -97,6 +99,8 @@ class BranchSession(_core.Session):
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
             raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
         config = ModelConfig.of(config)
+        ends = all_ends(config, tokenizer)
+        config = config if ends == config.eos else replace(config, eos=ends)
         if isinstance(weights, Mapping):  # another object is refused by the engine
             check_wrapped(weights)
             if tokenizer is not None:

@@ -12,12 +12,21 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat import Message, render
-from .files import read_json
+from .ends import tokenizer_ends
+from .special import (
+    folder_templates,
+    gguf_named_tokens,
+    gguf_templates,
+    named_tokens,
+    read_tokenizer_config,
+)
+from .template import ChatTemplate
 from .text import check_text
 
 if TYPE_CHECKING:
@@ -93,13 +102,13 @@ class Tokenizer:
         eos_id: int | None = None,
         adds_bos: bool = False,
         strips_space: bool = False,
-        chat_template: str | None = None,
-        names: Mapping[str, str] | None = None,
+        templates: Mapping[str, ChatTemplate] | None = None,
+        names: Mapping[str, Any] | None = None,
     ) -> None:
         """`pieces` are the bytes that each id adds to a text, `special` ids and their texts.
 
         `strips_space`: encoding puts a space before a text, which decoding takes away.
-        `names` are template variables such as bos_token.
+        `templates` are chat templates by name, `names` their variables such as bos_token.
         """
         self._pipeline = pipeline
         self._variants: dict[tuple[frozenset[str] | None, bool], tokenizers.Tokenizer] = {}
@@ -110,18 +119,21 @@ class Tokenizer:
         self.bos_id, self.eos_id = bos_id, eos_id
         self.adds_bos = adds_bos and bos_id is not None
         self._strips_space = strips_space
-        self.chat_template = chat_template
+        self._templates = dict(templates or {})
         self._names = dict(names or {})
+        self._ends: tuple[int, ...] | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of a folder."""
+        """Read tokenizer.json and what stands beside it: tokenizer_config.json,
+        special_tokens_map.json, chat_template.jinja and additional_chat_templates."""
         return _from_folder(cls, Path(folder))
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Build what the `tokenizer.ggml.` keys describe (gpt2 and llama models)."""
-        return _from_gguf(cls, metadata)
+    def from_gguf(cls, metadata: Mapping[str, Any], file: str | Path = "") -> Tokenizer:
+        """Build what the `tokenizer.ggml.` keys describe (gpt2 and llama models). file: where
+        they are from, for errors of its chat template."""
+        return _from_gguf(cls, metadata, str(file))
 
     def __repr__(self) -> str:
         return f"<rksc.Tokenizer of {len(self._pieces)} tokens>"
@@ -187,7 +199,7 @@ class Tokenizer:
     def template_marks(self) -> frozenset[str]:
         """The added tokens that are not special to the tokenizer, but that the chat template
         writes: <｜User｜> of DeepSeek's, <think> of Qwen's."""
-        return _written(self._marks, self.chat_template or "")
+        return _written(self._marks, tuple(t.text for t in self._templates.values()))
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -241,21 +253,56 @@ class Tokenizer:
 
         With `continue_final` the text ends inside the last message, to be gone on with.
         """
-        if self.chat_template is None:
-            raise ValueError("this tokenizer has no chat template")
+        named = self._templates
+        use = (
+            "tool_use"
+            if template_kwargs.get("tools") is not None and "tool_use" in named
+            else "default"
+        )
+        if use not in named:
+            known = f", only {', '.join(sorted(named))}: with_template(name)" if named else ""
+            raise ValueError(f"this tokenizer has no chat template{known}")
         defaults = {"tools": None, "documents": None} | self._names
         return render(
-            self.chat_template,
+            named[use],
             messages,
             add_generation_prompt,
             continue_final,
             **(defaults | template_kwargs),
         )
 
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template, or None. Where a model has several by name, of the one
+        called default; `chat` takes tool_use where tools are given."""
+        default = self._templates.get("default")
+        return None if default is None else default.text
+
+    @chat_template.setter
+    def chat_template(self, text: str | None) -> None:
+        self._templates = {} if text is None else {"default": ChatTemplate(text)}
+        self._ends = None
+
+    def with_template(self, template: str) -> Tokenizer:
+        """This tokenizer with another chat template: a name of the model's own, or a text."""
+        other = copy(self)
+        other.chat_template = template
+        if template in self._templates:
+            other._templates = {"default": self._templates[template]}
+        return other
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a turn as far as a tokenizer knows: `eos_id`, those of well-known
+        names, and what the chat template writes after an assistant's message (ends.py)."""
+        if self._ends is None:
+            self._ends = tokenizer_ends(self)
+        return self._ends
+
 
 @lru_cache(maxsize=16)
-def _written(marks: tuple[str, ...], template: str) -> frozenset[str]:
-    return frozenset(mark for mark in marks if mark in template)
+def _written(marks: tuple[str, ...], templates: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(mark for mark in marks if any(mark in text for text in templates))
 
 
 def _is_mark(token: str) -> bool:
@@ -325,14 +372,8 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         raise ValueError(f"{path}: {error}") from None
     pipeline.no_truncation()
     pipeline.no_padding()
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    spelled = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key.endswith("_token")
-    }
-    names = {key: value for key, value in spelled.items() if isinstance(value, str)}
+    config = read_tokenizer_config(folder)
+    names = {name: named.value for name, named in named_tokens(folder).items()}
     bos_id, eos_id = (
         pipeline.token_to_id(names[key]) if key in names else None
         for key in ("bos_token", "eos_token")
@@ -352,7 +393,7 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         eos_id=eos_id,
         adds_bos=adds_bos,
         strips_space=strips_space,
-        chat_template=_folder_template(folder, config),
+        templates=folder_templates(folder),
         names=names,
     )
 
@@ -365,17 +406,6 @@ def _sequence_template(pipeline: tokenizers.Tokenizer) -> list[int]:
         if full[n : n + len(plain)] == plain:
             return list(full[:n])
     return []
-
-
-def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_bytes().decode(errors="replace")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
 
 
 def _pieces(path: Path, pipeline: tokenizers.Tokenizer) -> tuple[list[bytes], dict[int, str], bool]:
@@ -423,7 +453,7 @@ def _from_spm(token: str) -> bytes:
 # ---- GGUF ---------------------------------------------------------------------------------
 
 
-def _from_gguf(cls: type[Tokenizer], metadata: Mapping[str, Any]) -> Tokenizer:
+def _from_gguf(cls: type[Tokenizer], metadata: Mapping[str, Any], file: str) -> Tokenizer:
     library = _library()
     keys = {
         key.removeprefix("tokenizer.ggml."): value
@@ -460,7 +490,6 @@ def _from_gguf(cls: type[Tokenizer], metadata: Mapping[str, Any]) -> Tokenizer:
             pieces[i] = token.encode()
         if kind in (_UNKNOWN, _CONTROL):
             special[i] = token
-    template = metadata.get("tokenizer.chat_template")
     return cls(
         pipeline,
         pieces,
@@ -469,17 +498,8 @@ def _from_gguf(cls: type[Tokenizer], metadata: Mapping[str, Any]) -> Tokenizer:
         eos_id=ids["eos"],
         adds_bos=bool(keys.get("add_bos_token", adds_bos)),
         strips_space=strips_space,
-        chat_template=template if isinstance(template, str) else None,
-        names={
-            name: tokens[i]
-            for name, i in (
-                ("bos_token", ids["bos"]),
-                ("eos_token", ids["eos"]),
-                ("unk_token", ids["unknown"]),
-                ("pad_token", ids["padding"]),
-            )
-            if i is not None
-        },
+        templates=gguf_templates(metadata, file),
+        names=gguf_named_tokens(metadata, tokens),
     )
 
 

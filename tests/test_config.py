@@ -179,7 +179,7 @@ def test_qwen2_window_starts_at_a_layer() -> None:
         ({"num_hidden_layers": 2**40}, "n_layers"),
         ({"num_key_value_heads": 3}, "n_heads 4 is no multiple"),
         ({"head_dim": 15}, "head_dim must be even"),
-        ({"eos_token_id": 97}, "eos 97"),
+        ({"eos_token_id": 97}, "eos_token_id 97 is outside the vocabulary of 97"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"rms_norm_eps": "1e-5"}, "norm_eps"),
         ({"rms_norm_eps": -1.0}, "norm_eps"),
@@ -317,5 +317,6 @@ def test_gguf_end_tokens() -> None:
         "tokenizer.ggml.eot_token_id": 7,
     }
     assert ModelConfig.from_gguf(metadata).eos == (2, 7, 10, 11)
-    with pytest.raises(ValueError, match="eos 97"):
+    outside = r"^GGUF: tokenizer\.ggml\.eos_token_id 97 is outside the vocabulary of 97"
+    with pytest.raises(ValueError, match=outside):
         ModelConfig.from_gguf(metadata | {"tokenizer.ggml.eos_token_id": 97})

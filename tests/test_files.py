@@ -305,7 +305,7 @@ def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     np.testing.assert_array_equal(model.weights["lm_head.weight"].numpy(), other)
 
 
-def test_end_tokens_of_generation_config_win(tmp_path: Path) -> None:
+def test_end_tokens_of_generation_config_count(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, TINY)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5, 9]}')
     assert load(folder, tokenizer=False).config.eos == (2, 5, 9)

@@ -100,8 +100,7 @@ class TransformersTokenizer:
         special tokens that a message spells are text. others: variables of the template."""
         tokenizer = self._tokenizer
         if chat_template is not None:
-            tokenizer = copy(tokenizer)
-            tokenizer.chat_template = chat_template
+            tokenizer = tokenizer.with_template(chat_template)
         options = {
             "add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents,
             "continue_final": continue_final_message, **_without_neutral(others),

@@ -88,7 +88,12 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
 
     @property
     def eot_token_id(self) -> int:
-        return int(self.engine.session.config.eos[0])
+        """The tokenizer's EOS, as in the harness's own models, or else the model's first."""
+        ends = self.engine.session.config.eos
+        own = self.tokenizer.eos_id
+        if own is None and not ends:
+            raise ValueError("the model has no end token: its files name no eos_token")
+        return ends[0] if own is None else own
 
     @property
     def prefix_token_id(self) -> int:
@@ -199,9 +204,10 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         for name, value in s.items():
             if value is not None and value not in _NEUTRAL.get(name, ()):
                 raise ValueError(f"{name}={value!r} is not supported by the rksc model")
-        eos = self.tokenizer.decode([self.eot_token_id], special=True)
+        ends = self.engine.session.config.eos
+        eos = {self.tokenizer.decode([token], special=True) for token in ends}
         stop = (until,) if isinstance(until, str) else tuple(until)
-        stop = tuple(text for text in stop if text and text != eos)
+        stop = tuple(text for text in stop if text and text not in eos)
         room = self.max_length - n_new
         if room < 1:
             raise ValueError(f"max_gen_toks: {n_new} leave no room in max_length {self.max_length}")
