@@ -1,15 +1,9 @@
-/* Requests: which rows run in the next step, and what becomes of their tokens.
+/* Requests: what they are, and what becomes of their tokens.
  *
- * A request waits, runs (its branch is pinned) and ends. A step takes one row
- * of every running request whose KV is up to date, fills what is left of
- * step_tokens with tokens that others still have to compute, and admits
- * waiting ones in order. When blocks run out the last admitted request goes
- * back to wait, its KV may be evicted, and nobody is admitted until a request
- * has ended: so the first one always comes through.
- *
- * Requests of one group (one call) stop together under CGEE and can be undone
- * together: their records stay until the last of them has ended. A request of
- * no group is the only one of its own.
+ * A request waits, runs and ends; turns.c says when. Requests of one group (one
+ * call) take turns as one, stop together under CGEE and can be undone together:
+ * their records stay until the last of them has ended. A request of no group is
+ * the only one of its own.
  *
  * Records stand in an array in the order in which they came, so their ids rise
  * and one is found by halving; all that a call or a step does with n requests
@@ -19,37 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "state.h"
-#include "stops.h"
-
-typedef struct rk_group {
-    uint64_t id;              /* 0: of one request alone */
-    rk_request *first, *last; /* its requests, linked by `peer` */
-    int32_t n_active;         /* of them, those that have not ended */
-} rk_group;
-
-struct rk_request {
-    uint64_t id;
-    rk_group *group;
-    rk_request *peer;              /* the next one of its group */
-    rk_branch *branch;             /* NULL: dropped, or undone */
-    rk_generation_options options; /* its stops are in `stops` */
-    rk_stops stops;
-    int32_t n_before; /* tokens of the branch at submission */
-    double confidence_before;
-    int32_t n_new;
-    double sum_top;    /* of top_prob over new tokens */
-    double confidence; /* NaN before the first pick */
-    rk_finish finish;
-    bool running; /* admitted: the branch is pinned */
-};
+#include "scheduler.h"
 
 /* ---- life ---------------------------------------------------------------- */
-
-static bool active(const rk_request *request)
-{
-    return request->finish == RK_FINISH_NONE;
-}
 
 static void let_go(rk_request *request)
 {
@@ -97,6 +63,7 @@ void rk_scheduler_free(rk_scheduler *scheduler)
     free(scheduler->requests);
     free(scheduler->events);
     free(scheduler->confidence);
+    free(scheduler->rows);
     *scheduler = (rk_scheduler){0};
 }
 
@@ -121,7 +88,12 @@ static rk_status make_room(rk_scheduler *scheduler, rk_error *err)
     if (confidence != NULL) {
         scheduler->confidence = confidence;
     }
-    if (requests == NULL || events == NULL || confidence == NULL) {
+    int32_t *rows = realloc(scheduler->rows, 2 * wanted * sizeof *rows);
+    if (rows != NULL) {
+        scheduler->rows = rows;
+    }
+    if (requests == NULL || events == NULL || confidence == NULL ||
+        rows == NULL) {
         return rk_fail(err, RK_ENOMEM, "no memory for a request");
     }
     scheduler->capacity = (int32_t)wanted;
@@ -201,17 +173,9 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
 
 /* ---- ends ---------------------------------------------------------------- */
 
-static void release_branch(rk_request *request)
-{
-    if (request->branch != NULL && request->running) {
-        request->branch->pins--;
-    }
-    request->running = false;
-}
-
 static void retire(rk_session *s, rk_request *request, rk_finish finish)
 {
-    release_branch(request);
+    rk_turns_release(request);
     request->finish = finish;
     s->scheduler.litter |= --request->group->n_active == 0;
     if (request->branch != NULL) {
@@ -242,7 +206,7 @@ static rk_request *request_find(const rk_scheduler *scheduler, uint64_t id)
 void rk_session_cancel(rk_session *s, uint64_t id)
 {
     rk_request *request = request_find(&s->scheduler, id);
-    if (request != NULL && active(request)) {
+    if (request != NULL && rk_request_active(request)) {
         retire(s, request, RK_FINISH_CANCELLED);
     }
 }
@@ -253,7 +217,7 @@ void rk_session_abort(rk_session *s, uint64_t id)
     if (request == NULL) {
         return;
     }
-    if (active(request)) {
+    if (rk_request_active(request)) {
         retire(s, request, RK_FINISH_CANCELLED);
     }
     rk_branch *branch = request->branch;
@@ -274,7 +238,7 @@ void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens)
 
 static void forget(rk_session *s, rk_request *request)
 {
-    if (active(request)) {
+    if (rk_request_active(request)) {
         retire(s, request, RK_FINISH_CANCELLED);
     }
     let_go(request);
@@ -293,80 +257,6 @@ void rk_scheduler_forget(rk_session *s, rk_branch *branch)
             forget(s, scheduler->requests[i]);
         }
     }
-}
-
-/* ---- which rows ---------------------------------------------------------- */
-
-/* The rows of one request in the next step, at most `room`. */
-static rk_item next_item(const rk_request *request, int32_t room)
-{
-    rk_branch *b = request->branch;
-    if (b->n_computed == b->n_tokens) {
-        return (rk_item){b, b->n_tokens - 1, b->n_tokens, false};
-    }
-    int32_t left = b->n_tokens - b->n_computed;
-    int32_t n = left < room ? left : room;
-    return (rk_item){b, b->n_computed, b->n_computed + n, true};
-}
-
-static void admit(rk_session *s, rk_request *request)
-{
-    request->running = true;
-    request->branch->pins++;
-    s->stats.tokens_reused += rk_tree_revive(&s->tree, request->branch);
-}
-
-/* Fill s->step.items with rows of running requests: those that give a token
- * first, then pieces of prompts, then newly admitted ones. */
-static int32_t choose(rk_session *s, rk_request **owners)
-{
-    rk_scheduler *scheduler = &s->scheduler;
-    int32_t n = 0, room = s->options.step_tokens;
-    for (int pass = 0; pass < 2; pass++) {
-        for (int32_t i = 0; i < scheduler->n && room > 0; i++) {
-            rk_request *r = scheduler->requests[i];
-            if (!active(r)) {
-                continue;
-            }
-            if (!r->running) {
-                if (pass == 0 || scheduler->stalled) {
-                    continue;
-                }
-                admit(s, r);
-            } else {
-                int32_t left = r->branch->n_tokens - r->branch->n_computed;
-                if ((left <= 1) != (pass == 0)) {
-                    continue;
-                }
-            }
-            owners[n] = r;
-            s->step.items[n] = next_item(r, room);
-            room -= s->step.items[n].end - s->step.items[n].begin;
-            n++;
-        }
-    }
-    return n;
-}
-
-/* Send the last running request back to wait; false when only one runs, which
- * is to blame then. */
-static bool preempt(rk_scheduler *scheduler)
-{
-    rk_request *first = NULL, *last = NULL;
-    for (int32_t i = 0; i < scheduler->n; i++) {
-        rk_request *r = scheduler->requests[i];
-        if (r->running) {
-            first = first == NULL ? r : first;
-            last = r;
-        }
-    }
-    if (last == first) {
-        scheduler->blamed = first->id;
-        return false;
-    }
-    release_branch(last);
-    scheduler->stalled = true;
-    return true;
 }
 
 /* ---- what becomes of a token --------------------------------------------- */
@@ -446,7 +336,7 @@ static void end_idle(rk_session *s)
 {
     for (int32_t i = 0; i < s->scheduler.n; i++) {
         rk_request *r = s->scheduler.requests[i];
-        if (active(r) &&
+        if (rk_request_active(r) &&
             (r->options.max_new_tokens == 0 ||
              r->branch->n_tokens >= s->model.config.max_positions)) {
             event_add(&s->scheduler, r, NULL)->finish = RK_FINISH_LENGTH;
@@ -461,8 +351,9 @@ static rk_status check_sizes(rk_session *s, rk_error *err)
     int32_t total = rk_kv_count(s->kv).total;
     for (int32_t i = 0; i < s->scheduler.n; i++) {
         const rk_request *r = s->scheduler.requests[i];
-        int32_t needed =
-            active(r) ? rk_tree_blocks_of(&s->tree, r->branch->n_tokens) : 0;
+        int32_t needed = rk_request_active(r)
+                             ? rk_tree_blocks_of(&s->tree, r->branch->n_tokens)
+                             : 0;
         if (needed > total) {
             s->scheduler.blamed = r->id;
             return rk_fail(err, RK_ECAPACITY,
@@ -485,7 +376,7 @@ static bool leads(rk_scheduler *scheduler, const rk_group *group)
     }
     for (const rk_request *r = group->first; r != NULL; r = r->peer) {
         scheduler->confidence[n++] = r->confidence;
-        steps = active(r) && r->n_new < steps ? r->n_new : steps;
+        steps = rk_request_active(r) && r->n_new < steps ? r->n_new : steps;
     }
     return rk_cgee_stop(cgee, scheduler->confidence, n, steps);
 }
@@ -501,7 +392,7 @@ static void stop_early(rk_session *s)
             continue;
         }
         for (rk_request *r = group->first; r != NULL; r = r->peer) {
-            if (active(r)) {
+            if (rk_request_active(r)) {
                 event_add(scheduler, r, NULL)->finish = RK_FINISH_EARLY;
                 retire(s, r, RK_FINISH_EARLY);
             }
@@ -548,12 +439,12 @@ rk_status rk_session_step(rk_session *s, const rk_token **events,
     end_idle(s);
     rk_status status = check_sizes(s, err);
     while (status == RK_OK) {
-        int32_t n_items = choose(s, owners);
+        int32_t n_items = rk_turns_choose(s, owners);
         if (n_items == 0) {
             break;
         }
         status = run(s, owners, n_items, err);
-        if (status != RK_ECAPACITY || !preempt(scheduler)) {
+        if (status != RK_ECAPACITY || !rk_turns_preempt(scheduler)) {
             break;
         }
         status = rk_step_signal(s, err);
@@ -564,7 +455,7 @@ rk_status rk_session_step(rk_session *s, const rk_token **events,
     *events = scheduler->events;
     *n_events = scheduler->n_events;
     for (int32_t i = 0; i < scheduler->n; i++) {
-        *n_active += active(scheduler->requests[i]);
+        *n_active += rk_request_active(scheduler->requests[i]);
     }
     return status;
 }
@@ -582,15 +473,16 @@ rk_status rk_scheduler_check(const rk_session *s, rk_error *err)
     for (int32_t i = 0; i < s->scheduler.n; i++) {
         const rk_request *r = s->scheduler.requests[i];
         const rk_branch *b = r->branch;
-        if (r->running && (!active(r) || b == NULL)) {
+        if (r->running && (!rk_request_active(r) || b == NULL)) {
             return rk_fail(err, RK_ESTATE, "request %llu has ended and runs",
                            (unsigned long long)r->id);
         }
-        if (active(r) && (b == NULL || !b->busy || b->pins != r->running)) {
+        if (rk_request_active(r) &&
+            (b == NULL || !b->busy || b->pins != r->running)) {
             return rk_fail(err, RK_ESTATE, "request %llu has lost its branch",
                            (unsigned long long)r->id);
         }
-        n_busy += active(r);
+        n_busy += rk_request_active(r);
         n_pins += r->running;
     }
     for (const rk_branch *b = s->tree.first; b != NULL; b = b->next) {

@@ -140,9 +140,9 @@ typedef struct rk_token {
     int32_t stop_index; /* which stop string or stop id, -1 */
 } rk_token;
 
-/* Queue a continuation of the branch. Requests with the same group > 0 stop
- * together under CGEE, by the settings of the first of them. The branch is busy
- * until the request is retired. */
+/* Queue a continuation of the branch. Requests with the same group > 0 take
+ * turns as one (turns.c) and stop together under CGEE, by the settings of the
+ * first of them. The branch is busy until the request is retired. */
 rk_status rk_session_submit(rk_session *session, rk_branch *branch,
                             const rk_generation_options *options,
                             uint64_t group, uint64_t *request, rk_error *err);

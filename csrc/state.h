@@ -44,9 +44,11 @@ typedef struct rk_scheduler {
     uint64_t next_id;
     bool litter;        /* a group has ended whose records are there */
     bool stalled;       /* somebody was sent back for want of blocks */
+    uint64_t turn;      /* first request of the group whose turn it is */
     uint64_t blamed;    /* whose failure the last step was; 0: nobody's */
     rk_token *events;   /* owned, two for every request */
     double *confidence; /* owned scratch, one for every request */
+    int32_t *rows;      /* owned scratch, two for every request */
     int32_t n_events;
 } rk_scheduler;
 

@@ -471,10 +471,18 @@ class BranchSession(_core.Session):
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
+        group: int | None = None,
     ) -> int:
-        """Queue a continuation of a branch; the id of its request. `step` makes it go on."""
-        plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
-        return next(iter(self._submit_all([branch], plan, streamed=False)))
+        """Queue a continuation of a branch; the id of its request. `step` makes it go on.
+
+        A step's rows go to calls in equal shares. Submissions with the same `group` (a number
+        from 1 to 2**62) count as one call there; None: each is one of its own. They never stop
+        each other, whatever `cgee` says.
+        """
+        plan = replace(self._plan(max_new_tokens, sampling, stop, stop_ids), cgee=None)
+        if group is not None:
+            group = integer("group", group, least=1, most=2**62)
+        return next(iter(self._submit_all([branch], plan, streamed=False, group=group)))
 
     def step(self) -> list[Token]:
         """One step over all requests: tokens of those from `submit`. `n_requests` are left.
@@ -499,10 +507,10 @@ class BranchSession(_core.Session):
             record.end = record.end or ("cancelled", 0, -1)
 
     def _submit_all(
-        self, branches: list[Branch], plan: Plan, *, streamed: bool
+        self, branches: list[Branch], plan: Plan, *, streamed: bool, group: int | None = None
     ) -> dict[int, Request]:
         """Requests by id, in the order of the branches; all or none."""
-        group = secrets.randbits(62) + 1
+        group = group or secrets.randbits(62) + 1
         made: dict[int, Request] = {}
         with self._stepping:
             try:

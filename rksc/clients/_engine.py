@@ -5,10 +5,15 @@ them steps, for all, and the others wait for each step's end. A prompt's first s
 no earlier prompt has left; samples of equal prompts fork from it; a sample whose prompt begins like
 one that is being computed waits until it can find that work in the exact-prefix index. So no prefix
 is computed twice, whoever asks.
+
+What one submission brings is a call. Calls take turns: their samples begin in turn, and a step's
+rows go to calls in equal shares, however many samples each has. Results depend on none of that.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +44,8 @@ most likely in their places."""
 
 _MORE_KV = "give the session more kv_bytes (rksc serve: --kv)"
 _LOGITS_AT_ONCE = 64  # rows of a vocabulary's width that are held at once
+_SCORED_AT_ONCE = 512  # tokens of a prompt; others get in between
+_MOST_ROWS = 512  # samples that run at once where each is its call's first
 
 
 @dataclass(eq=False)
@@ -72,6 +79,7 @@ class Sample:
     """Prompt tokens whose KV an earlier prompt had left."""
     error: Exception | None = None
     _branch: Branch | None = field(default=None, repr=False)
+    _call: _Call | None = field(default=None, repr=False)
 
     @property
     def ended(self) -> bool:
@@ -83,6 +91,25 @@ class Sample:
         if self.end_logprob is None or not isinstance(self.stopped_by, int):
             return self.tokens, self.logprobs
         return [*self.tokens, self.stopped_by], [*self.logprobs, self.end_logprob]
+
+    @property
+    def _computing(self) -> bool:
+        """Whether its prompt is being computed for the first time."""
+        return (
+            self._branch is not None
+            and not self.tokens
+            and self._branch.n_computed < len(self.prompt)
+        )
+
+
+@dataclass(eq=False)
+class _Call:
+    """The samples of one submission that have not ended."""
+
+    number: int
+    waiting: deque[Sample]
+    n_running: int = 0
+    held_by: Sample | None = None  # whose prompt the next sample waits for
 
 
 class Engine:
@@ -109,8 +136,10 @@ class Engine:
         table, self.special = token_tables(self.tokenizer, self.session.config.vocab_size)
         self.token_bytes: list[bytes] = table or []
         self.max_rows = max_rows
-        self._waiting: deque[Sample] = deque()
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
         self._running: dict[int, Sample] = {}
+        self._ending: dict[Sample, Token] = {}  # their last tokens; alternatives are to come
         self._requests: dict[Sample, int] = {}
         self._unwanted: deque[Sample] = deque()
         self._turn = threading.Condition(threading.Lock())
@@ -157,7 +186,11 @@ class Engine:
         alone."""
         for sample in samples:
             sample.max_new_tokens = self.check_room(len(sample.prompt), sample.max_new_tokens)
-        self._waiting.extend(samples)
+        call = _Call(next(self._numbers), deque(samples))
+        for sample in samples:
+            sample._call = call
+        if samples:
+            self._calls[call.number] = call
 
     def check_room(self, n_prompt: int, wanted: int | None, field: str = "max_tokens") -> int:
         """The new tokens after so many of a prompt; None wants as many as there is room for. What
@@ -185,25 +218,33 @@ class Engine:
             self._in_turn(self._end_unwanted)
 
     def cancel_all(self) -> None:
-        self.cancel([*self._waiting, *self._running.values()])
+        self.cancel(self._left())
 
     def fail_all(self, error: Exception) -> None:
         """End all that wait or run with this error."""
 
         def work() -> None:
-            for sample in [*self._waiting, *self._running.values()]:
+            for sample in self._left():
                 self._fail(sample, error)
 
         while not self._in_turn(work):
             pass
 
+    def _left(self) -> list[Sample]:
+        waiting = [sample for call in self._calls.copy().values() for sample in call.waiting.copy()]
+        return [*waiting, *self._running.copy().values()]
+
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(len(call.waiting) for call in self._calls.copy().values())
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._calls)
 
     def step(self) -> None:
         """Start what can start, and bring all running samples a token further; while another
@@ -242,6 +283,7 @@ class Engine:
             return
         for token in tokens:
             self._take(token)
+        self._look_back()
 
     def _end_unwanted(self) -> None:
         while self._unwanted:
@@ -286,42 +328,67 @@ class Engine:
             self.cancel(samples)
 
     def _start(self) -> None:
-        while self._waiting and len(self._running) < self.max_rows:
-            sample, branch = self._waiting[0], None
-            try:
-                branch = self._branch_for(sample)
-                if branch is None:
-                    return
-                branch.stream = sample.index
-                sample.cached_tokens = min(branch.n_computed, len(sample.prompt) - 1)
-                assert sample.max_new_tokens is not None
-                self._requests[sample] = self.session.submit(
-                    branch, sample.max_new_tokens, sample.sampling, sample.stop, sample.stop_ids
-                )
-            except Exception as error:
-                if branch is not None:
-                    branch.drop()
-                self._fail(sample, error)
-                continue
-            self._waiting.popleft()
-            sample._branch = branch
-            self._running[branch.id] = sample
+        """Begin what there is room for, a sample of each call in turn: of the call that has fewest
+        running ones. `max_rows` run at once; but a call that has less than its equal share of them
+        need not wait for the many of another."""
+        calls = self._calls.copy().values()
+        share = max(1, self.max_rows // max(1, len(calls)))
+        turns = [(call.n_running, call.number, call) for call in calls if call.waiting]
+        heapq.heapify(turns)
+        while turns:
+            n_running, number, call = heapq.heappop(turns)
+            if len(self._running) >= (self.max_rows if n_running >= share else _MOST_ROWS):
+                return
+            if self._begin(call) and call.waiting:
+                heapq.heappush(turns, (call.n_running, number, call))
 
-    def _branch_for(self, sample: Sample) -> Branch | None:
-        """A branch with the sample's prompt; None: it had better wait for another one's."""
+    def _begin(self, call: _Call) -> bool:
+        """Start the call's next sample; False: it had better wait for another one's prompt."""
+        if call.held_by is not None and call.held_by._computing:
+            return False
+        sample, branch = call.waiting[0], None
+        try:
+            branch, call.held_by = self._branch_for(sample)
+            if branch is None:
+                return False
+            branch.stream = sample.index
+            sample.cached_tokens = min(branch.n_computed, len(sample.prompt) - 1)
+            assert sample.max_new_tokens is not None
+            self._requests[sample] = self.session.submit(
+                branch,
+                sample.max_new_tokens,
+                sample.sampling,
+                sample.stop,
+                sample.stop_ids,
+                call.number,
+            )
+        except Exception as error:
+            if branch is not None:
+                branch.drop()
+            self._fail(sample, error)
+            return True
+        call.waiting.popleft()
+        call.n_running += 1
+        sample._branch = branch
+        self._running[branch.id] = sample
+        return True
+
+    def _branch_for(self, sample: Sample) -> tuple[Branch | None, Sample | None]:
+        """A branch with the sample's prompt; None, and whose prompt it had better wait for."""
         computing: list[Sample] = []
         for other in self._running.values():
             assert other._branch is not None
-            if other._branch.n_computed < len(other.prompt):
+            if other._computing:
                 computing.append(other)
             elif np.array_equal(other.prompt, sample.prompt):
-                return other._branch.fork(1, at=len(sample.prompt))[0]
+                return other._branch.fork(1, at=len(sample.prompt))[0], None
         branch = self.session.prefill(sample.prompt, compute=False)
         gain = branch.n_computed + self.session.block_tokens
-        if any(_common(other.prompt, sample.prompt) >= gain for other in computing):
-            branch.drop()
-            return None
-        return branch
+        for other in computing:
+            if _common(other.prompt, sample.prompt) >= gain:
+                branch.drop()
+                return None, other
+        return branch, None
 
     def _take(self, token: Token) -> None:
         sample = self._running.get(token.branch.id)
@@ -334,28 +401,52 @@ class Engine:
             sample.tokens.append(token.token)
             sample.logprobs.append(token.logprob)
         sample.text += token.text or ""
-        if token.finish_reason is not None:
-            sample.stopped_by = token.stop
-            sample.end_logprob = token.logprob if isinstance(token.stop, int) else None
+        if token.finish_reason is None:
+            self._tell(sample, token)
+            return
+        sample.stopped_by = token.stop
+        sample.end_logprob = token.logprob if isinstance(token.stop, int) else None
+        if sample.n_alternatives:
+            self._ending[sample] = token
+        else:
+            self._finish(sample, token)
+
+    def _look_back(self) -> None:
+        """A piece of the alternatives that are still to be computed, for a sample of each call."""
+        seen: set[int] = set()
+        for sample, token in list(self._ending.items()):
+            assert sample._call is not None
+            if sample.ended or sample._call.number in seen:
+                continue
+            seen.add(sample._call.number)
             try:
-                if sample.n_alternatives:
-                    sample.alternatives = self._alternatives(sample)
+                sample.alternatives += self._alternatives(sample)
             except Exception as error:
                 self._fail(sample, error)
-                return
-            sample.finish_reason = token.finish_reason
-            self._retire(sample)
+                continue
+            if len(sample.alternatives) == len(sample.scored[0]):
+                self._finish(sample, token)
+
+    def _finish(self, sample: Sample, token: Token) -> None:
+        sample.finish_reason = token.finish_reason
+        self._retire(sample)
         self._tell(sample, token)
 
     def _retire(self, sample: Sample) -> None:
         """The branch goes; what it computed stays in the index as long as there is room."""
+        call = sample._call
+        assert call is not None
         if sample._branch is None:
-            self._waiting.remove(sample)
-            return
-        self.session.cancel(self._requests.pop(sample))
-        del self._running[sample._branch.id]
-        sample._branch.drop()
-        sample._branch = None
+            call.waiting.remove(sample)
+        else:
+            self._ending.pop(sample, None)
+            self.session.cancel(self._requests.pop(sample))
+            del self._running[sample._branch.id]
+            sample._branch.drop()
+            sample._branch = None
+            call.n_running -= 1
+        if not call.waiting and not call.n_running:
+            del self._calls[call.number]
 
     def _fail(self, sample: Sample, error: Exception) -> None:
         sample.error = error
@@ -377,9 +468,14 @@ class Engine:
     # ---- probabilities -----------------------------------------------------------------------
 
     def _alternatives(self, sample: Sample) -> list[Alternatives]:
+        """The next ones, of as many tokens as are looked at at once."""
         assert sample._branch is not None
-        begin = len(sample.prompt) - 1
-        return self._alternatives_at(sample._branch, begin, *sample.scored, sample.n_alternatives)
+        first = len(sample.alternatives)
+        last, begin = first + _LOGITS_AT_ONCE, len(sample.prompt) - 1 + first
+        tokens, logprobs = sample.scored
+        return self._alternatives_at(
+            sample._branch, begin, tokens[first:last], logprobs[first:last], sample.n_alternatives
+        )
 
     def _alternatives_at(
         self, branch: Branch, begin: int, tokens: Tokens, logprobs: Sequence[float], k: int
@@ -390,9 +486,9 @@ class Engine:
         for first in range(0, len(tokens), _LOGITS_AT_ONCE):
             last = min(first + _LOGITS_AT_ONCE, len(tokens))
             logits = self.session._logits_at(branch, begin + first, begin + last)
-            best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
             came = zip(tokens[first:last], logprobs[first:last], strict=True)
-            for row, ids, (token, logprob) in zip(logits, best, came, strict=True):
+            for row, (token, logprob) in zip(logits, came, strict=True):
+                ids = _largest(row, k)
                 values = row[ids].astype(np.float64) - row[token] + logprob
                 found.append((ids, values.astype(np.float32)))
         return found
@@ -424,20 +520,31 @@ class Engine:
         self, prompt: NDArray[np.int32], n_alternatives: int = 0
     ) -> tuple[list[float], list[Alternatives]]:
         """Log-probabilities of a prompt's tokens from the second on, and alternatives."""
-        first = self.session.prefill(prompt[:1])
-        logprobs, _ = self.session._score(first, [prompt[1:]])[0]
-        first.drop()
-        if not n_alternatives:
-            return logprobs.tolist(), []
-        whole = self.session.prefill(prompt)
-        found = self._alternatives_at(whole, 0, prompt[1:], logprobs.tolist(), n_alternatives)
-        whole.drop()
-        return logprobs.tolist(), found
+        branch = self.session.prefill(prompt[:1])
+        logprobs: list[float] = []
+        try:
+            for begin in range(1, len(prompt), _SCORED_AT_ONCE):
+                piece = prompt[begin : begin + _SCORED_AT_ONCE]
+                logprobs += self.session._score(branch, [piece])[0][0].tolist()
+                branch.extend(piece)
+            if not n_alternatives:
+                return logprobs, []
+            found = self._alternatives_at(branch, 0, prompt[1:], logprobs, n_alternatives)
+        finally:
+            branch.drop()
+        return logprobs, found
 
 
 def copies(sample: Sample, n: int) -> list[Sample]:
     """n samples of one prompt with the same settings, each with random numbers of its own."""
     return [replace(sample, index=i, tokens=[], logprobs=[], alternatives=[]) for i in range(n)]
+
+
+def _largest(row: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """Places of the k largest values, largest first, the first of equal ones."""
+    k = min(k, len(row))
+    among = np.flatnonzero(row >= np.partition(row, -k)[-k])
+    return among[np.argsort(-row[among], kind="stable")[:k]]
 
 
 def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
