@@ -44,6 +44,8 @@ def render(
             raise ValueError("the last message to continue must have a content")
         turns[-1]["content"] += f"{_MARK} "
     given = {name: plain(name, value) for name, value in variables.items()}
+    for name in ("tools", "documents"):
+        _check_dicts(name, given.get(name))
     given |= {"messages": turns, "add_generation_prompt": bool(add_generation_prompt)}
     if not isinstance(template, ChatTemplate):
         template = ChatTemplate(template)
@@ -67,6 +69,17 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise ValueError(f"messages[{i}] must be a dict with role and content")
         turns.append({key: value for key, value in turn.items() if value is not None})
     return turns
+
+
+def _check_dicts(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{name} must be a list of dicts, not {type(value).__name__}")
+    for i, each in enumerate(value):
+        if not isinstance(each, dict):
+            hint = ": a JSON schema" if name == "tools" else ""
+            raise ValueError(f"{name}[{i}] must be a dict{hint}, not {each!r:.80}")
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from . import bench as bench_module
 from . import demo as demo_module
 from .data import problems
 from .experiments.command import add_experiment_options, experiment
+from .files import plain
 from .selftest import selftest
 from .solve import Solution
 
@@ -345,6 +346,9 @@ def _doctor(options: argparse.Namespace) -> int:
     tokenizer = model.tokenizer
     chat = tokenizer is not None and tokenizer.chat_template is not None
     print(f"tokenizer     {tokenizer!r}, chat template: {'yes' if chat else 'no'}")
+    names = {} if tokenizer is None else tokenizer.special_tokens
+    ends = ", ".join(f"{i} {plain(names.get(i, ''))}".strip() for i in session.config.eos)
+    print(f"a turn ends   at {ends or 'no token: its files name none'}")
     del session
     if not options.selftest:
         return 0

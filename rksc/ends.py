@@ -66,13 +66,13 @@ def folder_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     if path.exists():
         with reading(path):
             ids += token_ids(read_json(path).get("eos_token_id"), "eos_token_id", n)
-    added, described = _listed_tokens(folder), {}
-    if not added:
+    said = read_tokenizer_config(folder)
+    eos = named_tokens(folder, said).get("eos_token")
+    added, described = _listed_tokens(said), {}
+    if not added or (eos is not None and eos.value not in added):
         described = _tokenizer_json(folder)
-        added = _added_tokens(described)
-    eos = named_tokens(folder).get("eos_token")
+        added = _added_tokens(described) | added
     if eos is not None:
-        described = described or ({} if eos.value in added else _tokenizer_json(folder))
         found = added.get(eos.value, _vocabulary_id(described, eos.value))
         if found is not None and not 0 <= found < n:
             raise ValueError(
@@ -91,9 +91,9 @@ def folder_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _listed_tokens(folder: Path) -> dict[str, int]:
+def _listed_tokens(config: Mapping[str, Any]) -> dict[str, int]:
     """Added tokens by text, of tokenizer_config.json's added_tokens_decoder."""
-    listed = read_tokenizer_config(folder).get("added_tokens_decoder")
+    listed = config.get("added_tokens_decoder")
     tokens = listed if isinstance(listed, dict) else {}
     return _by_text((int(i) if re.fullmatch("[0-9]{1,9}", i) else None, tokens[i]) for i in tokens)
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from .files import read_bytes, read_json, reading, shown
 from .template import ChatTemplate
 
-_USUAL = (
+_USUAL = {
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
+}  # fmt: skip
 _GGUF_NAMES = {  # as the keys spell them
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "seperator": "sep_token",
     "padding": "pad_token", "cls": "cls_token", "mask": "mask_token",
@@ -25,34 +25,48 @@ class Named(NamedTuple):
     file: Path
 
 
-def named_tokens(folder: Path) -> dict[str, Named]:
-    """Special tokens by the names that chat templates know them by.
+def named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Named]:
+    """Special tokens by the names that chat templates know them by. config: what
+    tokenizer_config.json holds.
 
-    tokenizer_config.json names them. special_tokens_map.json goes before it, but is not read where
-    tokenizer_config.json has added_tokens_decoder: then it is a copy for older versions. Other
-    names than the seven usual ones (image_token, or what extra_special_tokens holds) go the other
-    way round. ValueError names the field that is no token.
+    That file names them. special_tokens_map.json goes before it, but is not read where config has
+    added_tokens_decoder: then it is a copy for older versions. Other names than the seven usual
+    ones (image_token, or what extra_special_tokens holds) go the other way round. ValueError names
+    the file and the field that is no token.
     """
-    config, map_ = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    sources = {config: read_tokenizer_config(folder)}
-    if "added_tokens_decoder" not in sources[config] and map_.is_file():
-        sources[map_] = read_json(map_)
+    sources = {folder / "tokenizer_config.json": config}
+    path = folder / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and path.is_file():
+        sources[path] = read_json(path)
     found: dict[str, Named] = {}
     for file, values in sources.items():
-        extra = values.get("extra_special_tokens")
-        named = {key: value for key, value in values.items() if key.endswith("_token")}
-        for name, value in {**named, **(extra if isinstance(extra, dict) else {})}.items():
-            with reading(file):
-                if name in _USUAL:
-                    found[name] = Named(_text(name, value), file)
-                elif not isinstance(value, bool):  # add_bos_token and the like
-                    found.setdefault(name, Named(_text(name, value), file))
-        for name in ("extra_special_tokens", "additional_special_tokens"):
-            if isinstance(values.get(name), list):
-                with reading(file):
+        with reading(file):
+            for name in _USUAL & values.keys():
+                found[name] = Named(_text(name, values[name]), file)
+            for name, value in _unusual(values).items():
+                found.setdefault(name, Named(_text(name, value), file))
+            for name in ("extra_special_tokens", "additional_special_tokens"):
+                if isinstance(values.get(name), list):
                     texts = [_text(name, value) for value in values[name]]
-                found["additional_special_tokens"] = Named(texts, file)
+                    found["additional_special_tokens"] = Named(texts, file)
     return {name: named for name, named in found.items() if named.value}
+
+
+def _unusual(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens under names of a model's own; add_bos_token and num_image_token are none."""
+    groups = (
+        values,
+        *(values.get(f"{kind}_special_tokens") for kind in ("extra", "model_specific")),
+    )
+    return {
+        name: value
+        for group in groups
+        if isinstance(group, Mapping)
+        for name, value in group.items()
+        if (group is not values or name.endswith("_token"))
+        and name not in _USUAL
+        and isinstance(value, (str, dict))
+    }
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -82,10 +96,10 @@ def gguf_named_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[st
 # ---- chat templates ----------------------------------------------------------------------------
 
 
-def folder_templates(folder: Path) -> dict[str, ChatTemplate]:
+def folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
     """Chat templates by name; "default" is the one that is used unless another is asked for.
 
-    chat_template.jinja and additional_chat_templates/NAME.jinja, or else tokenizer_config.json.
+    chat_template.jinja and additional_chat_templates/NAME.jinja, or else config's.
     """
     paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     found = {path.stem: _read_template(path) for path in paths}
@@ -94,14 +108,16 @@ def folder_templates(folder: Path) -> dict[str, ChatTemplate]:
         found["default"] = _read_template(path)
     if found:
         return found
-    path = folder / "tokenizer_config.json"
-    given = read_tokenizer_config(folder).get("chat_template")
-    if isinstance(given, list):
-        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-    named = given if isinstance(given, dict) else {"default": given}
+    given = config.get("chat_template")
+    pairs: list[tuple[Any, Any]] = [("default", given)]
+    if isinstance(given, dict):
+        pairs = list(given.items())
+    elif isinstance(given, list):
+        pairs = [(t.get("name"), t.get("template")) for t in given if isinstance(t, dict)]
+    file = str(folder / "tokenizer_config.json")
     return {
-        name: ChatTemplate(text, str(path))
-        for name, text in named.items()
+        name: ChatTemplate(text, file)
+        for name, text in pairs
         if isinstance(name, str) and isinstance(text, str)
     }
 

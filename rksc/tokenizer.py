@@ -373,7 +373,7 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
     pipeline.no_truncation()
     pipeline.no_padding()
     config = read_tokenizer_config(folder)
-    names = {name: named.value for name, named in named_tokens(folder).items()}
+    names = {name: named.value for name, named in named_tokens(folder, config).items()}
     bos_id, eos_id = (
         pipeline.token_to_id(names[key]) if key in names else None
         for key in ("bos_token", "eos_token")
@@ -393,7 +393,7 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         eos_id=eos_id,
         adds_bos=adds_bos,
         strips_space=strips_space,
-        templates=folder_templates(folder),
+        templates=folder_templates(folder, config),
         names=names,
     )
 

@@ -286,6 +286,10 @@ def test_errors_say_where() -> None:
         deep = [deep]
     with pytest.raises(ValueError, match=r"^tools is nested too deep"):
         render("x", HI, tools=deep)
+    with pytest.raises(ValueError, match=r"^tools\[1\] must be a dict: a JSON schema, not '<func"):
+        render("x", HI, tools=[{}, render])
+    with pytest.raises(ValueError, match=r"^documents must be a list of dicts, not str"):
+        render("x", HI, documents="text")
 
 
 # ---- limits ------------------------------------------------------------------------------------
@@ -349,8 +353,21 @@ def test_hostile_templates_end_with_an_error_that_says_why(
 
 def test_large_values_are_refused_before_they_are_sent() -> None:
     with pytest.raises(ValueError, match="chat template: is given more than 64 MiB"):
-        render("x", HI, tools="a" * (65 << 20))
-    assert render("{{ tools | length }}", HI, tools="a" * (10 << 20)) == str(10 << 20)
+        render("x", HI, long="a" * (65 << 20))
+    assert render("{{ long | length }}", HI, long="a" * (10 << 20)) == str(10 << 20)
+
+
+def test_the_limits_are_those_that_the_documents_name() -> None:
+    text = " ".join((Path(__file__).parents[1] / "SECURITY.md").read_text().split())
+    mib = 1 << 20
+    for limit in (
+        f"{template.SECONDS:g} s of processor time",
+        f"{template_worker.MAX_BYTES // mib} MiB of memory",
+        f"be {template._MAX_TEMPLATE // mib} Mi characters long",
+        f"write {template_worker.MAX_CHARACTERS // mib} Mi",
+        f"may be {template_worker.MAX_REQUEST // mib} MiB",
+    ):
+        assert limit in text, limit
 
 
 def test_ordinary_chats_are_far_from_the_limits() -> None:

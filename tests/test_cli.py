@@ -204,6 +204,7 @@ def test_doctor(capsys: Any, path: str) -> None:
     assert main(["doctor", path]) == 0
     said = capsys.readouterr().out
     assert "chat template: yes" in said
+    assert "at 2 <|im_end|>, 0 <|endoftext|>" in said
     assert "30 layers" in said
 
 

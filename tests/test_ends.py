@@ -6,6 +6,8 @@ The model here says token 0 and nothing else, so a source that is not read makes
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +16,17 @@ from typing import Any
 import model_files
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_files import TINY
 
 import rksc
 import rksc.chat
 from rksc import template
 from rksc.clients import LLM, OpenAI, SamplingParams
-from rksc.ends import template_ends
-from rksc.special import named_tokens
+from rksc.config import ModelConfig
+from rksc.ends import folder_ends, template_ends
+from rksc.special import folder_templates, named_tokens, read_tokenizer_config
 from rksc.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -309,6 +314,48 @@ def test_files_that_are_odd_are_no_end(tmp_path: Path) -> None:
     assert rksc.load(path, tokenizer=False).config.eos == (2, 3)
 
 
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 99)
+    | st.sampled_from([TURN, "</s>", "content", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["content", "id", "name", "template", "0", "97"]), inner)
+    ),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    ["eos_token", "bos_token", "image_token", "added_tokens_decoder", "extra_special_tokens",
+     "additional_special_tokens", "chat_template", "model_specific_special_tokens"]
+)  # fmt: skip
+READABLE = st.fixed_dictionaries(
+    {"tokenizer_config.json": st.dictionaries(NAMES, JSON, max_size=4)},
+    optional={
+        "special_tokens_map.json": st.dictionaries(NAMES, JSON, max_size=4),
+        "generation_config.json": st.dictionaries(st.just("eos_token_id"), JSON),
+        "tokenizer.json": st.dictionaries(st.sampled_from(["added_tokens", "model"]), JSON),
+    },
+)
+
+
+@settings(max_examples=int(150 * float(os.environ.get("RKSC_EXAMPLES", "1"))), deadline=None)
+@given(files=READABLE)
+def test_files_of_any_kind_are_read_or_a_value_error(files: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path, config = Path(name), ModelConfig.of(TINY)
+        for file, value in files.items():
+            (path / file).write_text(json.dumps(value))
+        try:
+            eos = folder_ends(path, config)
+            folder_templates(path, read_tokenizer_config(path))
+        except ValueError as error:
+            assert any(file in str(error) for file in files), error
+        else:
+            assert all(0 <= i < config.vocab_size for i in eos)
+
+
 # ---- the token that a template writes ------------------------------------------------------------
 
 BODIES = {
@@ -440,7 +487,11 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"additional_special_tokens": ["<|user|>"], "unk_token": "<unk>"},
         {"additional_special_tokens": [TURN], "sep_token": "</s>", "cls_token": "<s>"},
     ),
-    "none": ({"model_max_length": 7, "add_bos_token": True}, {}),
+    "model_specific_special_tokens": (
+        {"model_specific_special_tokens": {"boi_token": "<|user|>"}},
+        {"extra_special_tokens": {"image_token": TURN}},
+    ),
+    "none": ({"model_max_length": 7, "add_bos_token": True, "num_image_token": 256}, {}),
 }  # fmt: skip
 
 
@@ -455,7 +506,7 @@ def test_named_tokens_as_transformers_reads_them(case: str, tmp_path: Path) -> N
     ours = Tokenizer.from_folder(path)
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.chat(ASK) == theirs.apply_chat_template(ASK, tokenize=False)
-    texts = {name: named.value for name, named in named_tokens(path).items()}
+    texts = {name: named.value for name, named in named_tokens(path, config).items()}
     texts.pop("additional_special_tokens", None)
     assert texts == theirs.special_tokens_map
 
