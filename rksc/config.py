@@ -19,7 +19,6 @@ from .ends import gguf_ends
 from .fields import Fields, token_ids
 from .files import reading, shown
 from .rope import check_frequencies, check_head_dim, rope_frequencies
-from .scalars import as_float
 
 Factors = Sequence[float] | NDArray[np.float32]
 
@@ -147,10 +146,7 @@ class ModelConfig:
                 f"got {len(self.inv_freq)}"
             )
         object.__setattr__(self, "inv_freq", check_frequencies(self.inv_freq, "inv_freq"))
-        norm_eps = as_float(self.norm_eps)
-        if norm_eps is None or not 0 <= norm_eps <= 1:
-            raise ValueError(f"norm_eps must be a number from 0 to 1, got {shown(self.norm_eps)}")
-        object.__setattr__(self, "norm_eps", norm_eps)
+        object.__setattr__(self, "norm_eps", Fields(vars(self)).number("norm_eps", most=1.0))
         object.__setattr__(self, "eos", token_ids(tuple(self.eos), "eos", self.vocab_size))
         token_ids(() if self.bos is None else (self.bos,), "bos", self.vocab_size)
 
@@ -224,7 +220,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         n_kv_heads=fields.integer("num_key_value_heads", 1, default=heads),
         head_dim=head_dim,
         max_positions=max_positions,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1.0),
         inv_freq=rope_frequencies(head_dim, theta, scaling, max_positions),
         rope_interleaved=False,
         window=window,
@@ -363,7 +359,7 @@ def from_gguf(metadata: Mapping[str, Any], factors: Factors | None) -> ModelConf
         n_kv_heads=_for_all_layers(keys, "attention.head_count_kv", heads),
         head_dim=head_dim,
         max_positions=context,
-        norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.number("attention.layer_norm_rms_epsilon", most=1.0),
         inv_freq=_gguf_frequencies(keys, head_dim, context, factors),
         rope_interleaved=architecture == "llama",
         window=_for_all_layers(keys, "attention.sliding_window", 0),

