@@ -27,7 +27,8 @@ from .solve import Solution
 _OPTIONAL = {
     "tokenizers": "text",
     "jinja2": "chat templates",
-    "tqdm": "a richer progress bar",
+    "tqdm": "progress bars",
+    "scipy": "intervals of experiments",
     "gguf": "rare quantisations",
     "matplotlib": "plots of experiments",
 }

@@ -1,10 +1,11 @@
-"""A progress bar for long work: tqdm where it is installed, else a line of our own.
+"""A progress bar for long work, where tqdm is installed (extra [hf]).
 
 Shown on a terminal only, unless asked for; or a line for each step, for a log.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from types import TracebackType
@@ -23,8 +24,9 @@ class Progress:
     def __init__(self, enabled: Shown = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         terminal = self._stream.isatty()
-        self._bar_of = _Log if enabled == "lines" and not terminal else _bar
-        self.enabled = terminal if enabled is None else bool(enabled)
+        self._lines = enabled == "lines" and not terminal
+        wanted = terminal if enabled is None else bool(enabled)
+        self.enabled = wanted and (self._lines or importlib.util.find_spec("tqdm") is not None)
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -42,7 +44,7 @@ class Progress:
         """Begin a phase of `total` units (None: not known); ends the one before."""
         self.close()
         if self.enabled:
-            self._bar = self._bar_of(name, total, unit, self._stream)
+            self._bar = (_Log if self._lines else _tqdm)(name, total, unit, self._stream)
 
     def advance(self, n: int) -> None:
         """n more units are done."""
@@ -54,14 +56,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def _bar(name: str, total: int | None, unit: str, stream: TextIO) -> Any:
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        return _Line(name, total, unit, stream)
-    return tqdm(desc=name, total=total, unit=unit, leave=False, file=stream, dynamic_ncols=True)
 
 
 class _Log:
@@ -82,28 +76,7 @@ class _Log:
         """Nothing is redrawn, nothing to take away."""
 
 
-class _Line:
-    """What we need of tqdm: `name  12/34 tok  5.6 tok/s`, redrawn in place."""
+def _tqdm(name: str, total: int | None, unit: str, stream: TextIO) -> Any:
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    def __init__(self, name: str, total: int | None, unit: str, stream: TextIO) -> None:
-        self._name, self._total, self._unit, self._stream = name, total, unit, stream
-        self._done, self._drawn = 0, 0.0
-        self._start = time.monotonic()
-        self._draw()
-
-    def update(self, n: int) -> None:
-        self._done += n
-        if time.monotonic() - self._drawn > 0.1:
-            self._draw()
-
-    def close(self) -> None:
-        self._stream.write("\r\x1b[K")
-        self._stream.flush()
-
-    def _draw(self) -> None:
-        self._drawn = time.monotonic()
-        rate = self._done / max(self._drawn - self._start, 1e-9)
-        of = "" if self._total is None else f"/{self._total}"
-        done = f"{self._done}{of} {self._unit}  {rate:.1f} {self._unit}/s"
-        self._stream.write(f"\r\x1b[K{self._name}  {done}")
-        self._stream.flush()
+    return tqdm(desc=name, total=total, unit=unit, leave=False, file=stream, dynamic_ncols=True)

@@ -32,7 +32,7 @@ def figure(draw: Callable[[Figure, Table], None], table: Table) -> Figure:
         import matplotlib
         from matplotlib.figure import Figure as New
     except ImportError:
-        raise ImportError("plots need matplotlib: pip install rksc[viz]") from None
+        raise ImportError("plots need matplotlib: pip install 'rksc[experiments]'") from None
     with matplotlib.rc_context(_STYLE):
         made = New(figsize=(7.0, 3.4), layout="constrained")
         draw(made, table)

@@ -7,6 +7,7 @@ can; nothing is drawn at random.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 LEVEL = 0.95
+
+
+def scipy(part: str) -> Any:
+    """scipy.stats or another part of SciPy; ImportError says how to get it."""
+    try:
+        return importlib.import_module(f"scipy.{part}")
+    except ImportError:
+        raise ImportError("intervals need SciPy: pip install 'rksc[experiments]'") from None
 
 
 @dataclass(frozen=True)
@@ -121,35 +130,14 @@ def paired(gained: int, lost: int, n: int, level: float = LEVEL) -> tuple[float,
         return abs(gained - lost - n * delta) - z * math.sqrt(max(0.0, variance))
 
     middle = (gained - lost) / n
-    ends = []
-    for outside in (-1.0, 1.0):
-        inside = middle
-        for _ in range(60):
-            half = (inside + outside) / 2
-            inside, outside = (half, outside) if excess(half) <= 0 else (inside, half)
-        ends.append(outside)
-    return ends[0], ends[1]
 
+    def bound(end: float) -> float:
+        inside = middle + 1e-9 * (end - middle)  # the middle itself may be a root without width
+        if excess(end) <= 0:
+            return end
+        return float(scipy("optimize").brentq(excess, inside, end, xtol=1e-15))
 
-def student(df: int, level: float = LEVEL) -> float:
-    """t such that Student's variable of df degrees lies within -t .. t with probability `level`.
-
-    The sums of Abramowitz and Stegun, 26.7.3 and 26.7.4, solved for the angle.
-    """
-    odd = df % 2
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        cosine, total = math.cos(angle), 0.0
-        term = cosine if odd else 1.0
-        for k in range(2 + odd, df + 1, 2):
-            total += term
-            term *= (k - 1) / k * cosine * cosine
-        within = math.sin(angle) * total
-        if odd:
-            within = (angle + within) * 2 / math.pi
-        low, high = (angle, high) if within < level else (low, angle)
-    return math.sqrt(df) * math.tan(low)
+    return bound(-1.0), bound(1.0)
 
 
 def jackknife(
@@ -170,7 +158,8 @@ def jackknife(
     of = statistic or (lambda samples: samples.mean(axis=1))
     without = of(np.stack([np.delete(rows, i, axis=0) for i in range(n)]))
     error = math.sqrt((n - 1) / n * float(((without - without.mean()) ** 2).sum()))
-    middle, half = float(of(rows[None])[0]), student(n - 1, level) * error
+    half = float(scipy("stats").t.ppf((1 + level) / 2, n - 1)) * error
+    middle = float(of(rows[None])[0])
     return middle - half, middle + half
 
 
@@ -180,11 +169,9 @@ def median_interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, flo
     (NaN, NaN) for fewer than six values, which cannot have one of 95 %.
     """
     rows = np.sort(np.asarray(values, float))
-    n, rank, tail = len(rows), 0, 1
-    # the chance that at most `rank` values lie below the median, in integers: 2^n is no double
-    while tail / 2**n <= (1 - level) / 2:
-        rank += 1
-        tail += math.comb(n, rank)
+    n = len(rows)
+    # the least rank that more than (1 - level) / 2 of all samples leave below the median
+    rank = int(scipy("stats").binom.ppf((1 - level) / 2, n, 0.5)) if n else 0
     return (float(rows[rank - 1]), float(rows[n - rank])) if rank else (math.nan, math.nan)
 
 
@@ -227,21 +214,17 @@ def needed(limit: float, level: float = LEVEL) -> int:
 
 def auc(positives: ArrayLike, negatives: ArrayLike) -> float:
     """Area under the ROC curve: how often a positive is larger than a negative, ties half."""
-    high, low = np.asarray(positives, float), np.sort(np.asarray(negatives, float))
+    high, low = np.asarray(positives, float), np.asarray(negatives, float)
     if not len(high) or not len(low):
         return math.nan
-    below = np.searchsorted(low, high, "left")
-    not_above = np.searchsorted(low, high, "right")
-    return float((below + not_above).sum() / (2 * len(high) * len(low)))
+    u = scipy("stats").mannwhitneyu(high, low, method="asymptotic").statistic
+    return float(u) / (len(high) * len(low))
 
 
 def mcnemar(gained: int, lost: int) -> float:
     """Exact two-sided p-value of McNemar's test on paired outcomes that differ."""
-    n, k = gained + lost, min(gained, lost)
-    if n == 0:
-        return 1.0
-    tail = sum(math.comb(n, i) for i in range(k + 1))
-    return float(min(1.0, 2 * (tail / 2**n)))
+    n = gained + lost
+    return float(scipy("stats").binomtest(gained, n, 0.5).pvalue) if n else 1.0
 
 
 def halves(groups: Sequence[str], seed: int = 0) -> tuple[set[str], set[str]]:

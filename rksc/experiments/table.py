@@ -149,7 +149,7 @@ class Table:
         return made + pictures
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """The experiment's figure (extra [viz]); written to `path` where one is given."""
+        """The experiment's figure (extra [experiments]); written to `path` where one is given."""
         from .plots import figure
 
         module = importlib.import_module(f"{__package__}.{self.name}")
