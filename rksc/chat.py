@@ -43,7 +43,7 @@ def render(
         if not isinstance(turns[-1].get("content"), str):
             raise ValueError("the last message to continue must have a content")
         turns[-1]["content"] += f"{_MARK} "
-    given = {name: plain(name, value) for name, value in variables.items()}
+    given = {name: plain_data(name, value) for name, value in variables.items()}
     for name in ("tools", "documents"):
         _check_dicts(name, given.get(name))
     given |= {"messages": turns, "add_generation_prompt": bool(add_generation_prompt)}
@@ -64,7 +64,7 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
         raise ValueError("messages must be a list with at least one message")
     turns = []
     for i, message in enumerate(messages):
-        turn = plain(f"messages[{i}]", message)
+        turn = plain_data(f"messages[{i}]", message)
         if not isinstance(turn, dict) or "role" not in turn:
             raise ValueError(f"messages[{i}] must be a dict with role and content")
         turns.append({key: value for key, value in turn.items() if value is not None})
@@ -90,7 +90,7 @@ def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning} | turn | {"reasoning_content": reasoning}
 
 
-def plain(where: str, value: Any) -> Any:
+def plain_data(where: str, value: Any) -> Any:
     """A value as dicts, lists, tuples, texts and numbers, which is all that a template may see;
     anything else is the name of its type: <Image>. ValueError: half a character, or too deep."""
     try:
@@ -178,7 +178,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options:
         own = role in ("assistant", "system", "developer")
         turns.append(guarded(f"messages[{i}]", turn, own))
     for name in {"documents", "tools"} & options.keys():
-        options[name] = guarded(name, plain(name, options[name]))
+        options[name] = guarded(name, plain_data(name, options[name]))
     text = tokenizer.chat(turns, **options)
     parts = text.split(fence)
     contents = set(parts[1::2])

@@ -104,8 +104,8 @@ class ModelConfig:
     (i, i + head_dim / 2) as Hugging Face weights want, True adjacent pairs (2i, 2i + 1)
     as llama-architecture GGUF files do. `window` is the number of keys that a query sees,
     itself included (0: all), in layers `window_from` and up. `qkv_bias` and `output_bias` tell
-    whether the attention's matrices have biases (None: as the weights have them). ValueError
-    names the field.
+    whether the attention's matrices have biases (None: as the weights have them). `eos` are the
+    tokens that end a turn (ends.py). ValueError names the field.
     """
 
     architecture: str

@@ -4,7 +4,7 @@ Files disagree: a base model that was tuned for chats often keeps the end of tex
 and has the end of turns in tokenizer_config.json alone. So every source counts:
 
     config.json, generation_config.json    eos_token_id, one or several
-    tokenizer_config.json, special_tokens_map.json    eos_token, by its text
+    tokenizer_config.json, special_tokens_map.json    eos_token of each, by its text
     added tokens (of a GGUF: control and user-defined ones)    those spelled as in END_TOKENS
     GGUF    tokenizer.ggml.eos_token_id, eot_token_id, eom_token_id
     chat template    the special token that it writes where an assistant's message ends
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from .fields import Fields, token_ids
 from .files import parse_json, read_bytes, read_json, reading, shown
 from .scalars import as_int
-from .special import named_tokens, read_tokenizer_config
+from .special import eos_tokens, read_tokenizer_config
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -38,6 +38,7 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_
 
 _CONTROL, _USER = 3, 4  # types of a GGUF's tokens
 _TOKENIZER_LIMIT = 64 << 20  # bytes of tokenizer.json
+_LONGEST = 1000  # characters of a token
 _SAID = "\N{END OF TEXT}rksc-said\N{END OF TEXT}"
 
 
@@ -66,13 +67,13 @@ def folder_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     if path.exists():
         with reading(path):
             ids += token_ids(read_json(path).get("eos_token_id"), "eos_token_id", n)
-    said = read_tokenizer_config(folder)
-    eos = named_tokens(folder, said).get("eos_token")
-    added, described = _listed_tokens(said), {}
-    if not added or (eos is not None and eos.value not in added):
+    config_json = read_tokenizer_config(folder)
+    named = eos_tokens(folder, config_json)
+    added, described = _listed_tokens(config_json), {}
+    if not added or any(eos.value not in added for eos in named):
         described = _tokenizer_json(folder)
         added = _added_tokens(described) | added
-    if eos is not None:
+    for eos in named:
         found = added.get(eos.value, _vocabulary_id(described, eos.value))
         if found is not None and not 0 <= found < n:
             raise ValueError(
@@ -149,10 +150,9 @@ def gguf_ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
 
 def tokenizer_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What a tokenizer knows by itself: its EOS, tokens of END_TOKENS, and the template's."""
-    ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    ids += [i for i, text in tokenizer.special_tokens.items() if text in END_TOKENS]
-    return tuple(dict.fromkeys((*ids, *template_ends(tokenizer))))
+    """Tokens of END_TOKENS, and those that the chat template writes."""
+    known = [i for i, text in tokenizer.special_tokens.items() if text in END_TOKENS]
+    return (*known, *template_ends(tokenizer))
 
 
 def template_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -178,6 +178,6 @@ def template_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     special = {*tokenizer.special_tokens, *marks}
     ends = []
     for answer in said:
-        after = text.partition(answer)[2].lstrip()
+        after = text.partition(answer)[2].lstrip()[:_LONGEST]
         ends += tokenizer.encode(after, bos=False, start=False)[:1]
     return tuple(i for i in dict.fromkeys(ends) if i in special)

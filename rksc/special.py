@@ -52,6 +52,19 @@ def named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Named]:
     return {name: named for name, named in found.items() if named.value}
 
 
+def eos_tokens(folder: Path, config: Mapping[str, Any]) -> list[Named]:
+    """The eos_token of each file: the name is of one of them, the end of a turn are both."""
+    map_ = folder / "special_tokens_map.json"
+    sources = {folder / "tokenizer_config.json": config}
+    if map_.is_file():
+        sources[map_] = read_json(map_)
+    found = []
+    for file, values in sources.items():
+        with reading(file):
+            found.append(Named(_text("eos_token", values.get("eos_token")), file))
+    return [eos for eos in found if eos.value]
+
+
 def _unusual(values: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens under names of a model's own; add_bos_token and num_image_token are none."""
     groups = (

@@ -27,7 +27,7 @@ from . import template_worker as worker
 SECONDS = 2.0  # of processor time for one render, compilation included
 _PATIENCE = 60.0  # seconds by the clock, where a process neither computes nor answers
 _MAX_TEMPLATE = 1 << 20  # characters
-_MAX_PROCESSES = 4
+_MAX_PROCESSES = 4  # that render at once; more threads wait
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,7 @@ def render_template(template: ChatTemplate, variables: dict[str, Any]) -> str:
         raise template.fault(f"is longer than {_MAX_TEMPLATE:,} characters")
     now = datetime.now()
     moment = (now.year, now.month, now.day, now.hour, now.minute, now.second, now.microsecond)
-    try:
-        request = marshal.dumps((template.text, variables, moment, SECONDS))
-    except ValueError:
-        raise template.fault("is given values that are nested too deep") from None
+    request = marshal.dumps((template.text, variables, moment, SECONDS))
     if len(request) > worker.MAX_REQUEST:
         raise template.fault(f"is given more than {worker.MAX_REQUEST >> 20} MiB")
     kind, text = _pool.ask(template, request)
@@ -151,6 +148,9 @@ class _Pool:
     """Processes that wait for work. What a thread has taken out is its own until it is put back."""
 
     def __init__(self) -> None:
+        self._empty()
+
+    def _empty(self) -> None:
         self._idle: list[_Process] = []
         self._room = threading.BoundedSemaphore(_MAX_PROCESSES)
 
@@ -183,9 +183,10 @@ class _Pool:
             self._idle.pop().end()
 
     def after_fork(self) -> None:
+        """In the child, where the semaphore may be a thread's that is not there."""
         for process in self._idle:
             process.leave()
-        self.__init__()  # type: ignore[misc]
+        self._empty()
 
 
 def _reason(ended: int | None, error: Exception) -> str:
@@ -193,7 +194,7 @@ def _reason(ended: int | None, error: Exception) -> str:
         return f"takes more than {SECONDS:g} s of processor time"
     if isinstance(error, TimeoutError):
         return f"is not done after {_PATIENCE:g} s"
-    return f"ends the process that renders it ({ended})"
+    return f"ends the process that renders it (status {ended})"
 
 
 _pool = _Pool()

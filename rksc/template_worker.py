@@ -138,7 +138,7 @@ def render(source: str, variables: dict[str, Any], now: Now) -> tuple[bytes, byt
     except Refused as error:
         return REFUSED, _shown(str(error))
     except UnicodeEncodeError:
-        return FAULT, b"writes half a character (a lone surrogate)"
+        return FAULT, b"holds half a character (a lone surrogate)"
     except MemoryError:
         compiled.cache_clear()
         return LIMIT, _NO_MEMORY

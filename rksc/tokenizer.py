@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat import Message, render
-from .ends import tokenizer_ends
+from .ends import gguf_ends, tokenizer_ends
 from .special import (
+    eos_tokens,
     folder_templates,
     gguf_named_tokens,
     gguf_templates,
@@ -100,12 +101,14 @@ class Tokenizer:
         *,
         bos_id: int | None = None,
         eos_id: int | None = None,
+        ends: Iterable[int | None] = (),
         adds_bos: bool = False,
         strips_space: bool = False,
         templates: Mapping[str, ChatTemplate] | None = None,
         names: Mapping[str, Any] | None = None,
     ) -> None:
-        """`pieces` are the bytes that each id adds to a text, `special` ids and their texts.
+        """`pieces` are the bytes that each id adds to a text, `special` ids and their texts, `ends`
+        ids that end a turn besides eos_id (None: a token that is not there).
 
         `strips_space`: encoding puts a space before a text, which decoding takes away.
         `templates` are chat templates by name, `names` their variables such as bos_token.
@@ -117,6 +120,7 @@ class Tokenizer:
         self._pieces = pieces
         self._special = dict(special)
         self.bos_id, self.eos_id = bos_id, eos_id
+        self._named_ends = tuple(i for i in (eos_id, *ends) if i is not None)
         self.adds_bos = adds_bos and bos_id is not None
         self._strips_space = strips_space
         self._templates = dict(templates or {})
@@ -293,10 +297,10 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a turn as far as a tokenizer knows: `eos_id`, those of well-known
-        names, and what the chat template writes after an assistant's message (ends.py)."""
+        """The tokens that end a turn as far as a tokenizer knows: those that its files name, those
+        of well-known texts, and what the chat template writes after what the assistant says."""
         if self._ends is None:
-            self._ends = tokenizer_ends(self)
+            self._ends = tuple(dict.fromkeys((*self._named_ends, *tokenizer_ends(self))))
         return self._ends
 
 
@@ -391,6 +395,7 @@ def _from_folder(cls: type[Tokenizer], folder: Path) -> Tokenizer:
         special,
         bos_id=bos_id,
         eos_id=eos_id,
+        ends=[pipeline.token_to_id(eos.value) for eos in eos_tokens(folder, config)],
         adds_bos=adds_bos,
         strips_space=strips_space,
         templates=folder_templates(folder, config),
@@ -496,6 +501,7 @@ def _from_gguf(cls: type[Tokenizer], metadata: Mapping[str, Any], file: str) -> 
         special,
         bos_id=ids["bos"],
         eos_id=ids["eos"],
+        ends=gguf_ends(metadata, len(tokens)),
         adds_bos=bool(keys.get("add_bos_token", adds_bos)),
         strips_space=strips_space,
         templates=gguf_templates(metadata, file),

@@ -26,6 +26,7 @@ from rksc import template
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.config import ModelConfig
 from rksc.ends import folder_ends, template_ends
+from rksc.gguf import read_gguf
 from rksc.special import folder_templates, named_tokens, read_tokenizer_config
 from rksc.tokenizer import Tokenizer
 
@@ -122,6 +123,16 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
         tokenizer={"eos_token": "</s>"},
         files={"special_tokens_map.json": {"eos_token": {"content": TURN}}},
     ),
+    "special_tokens_map.json beside added_tokens_decoder": lambda p: hf(
+        p,
+        tokenizer={"eos_token": "</s>", "added_tokens_decoder": ADDED},
+        files={"special_tokens_map.json": {"eos_token": TURN}},
+    ),
+    "tokenizer_config.json, against special_tokens_map.json": lambda p: hf(
+        p,
+        tokenizer={"eos_token": TURN},
+        files={"special_tokens_map.json": {"eos_token": "</s>"}},
+    ),
     "an added token of a known text": lambda p: hf(p, IM_END),
     "an added token of a known text that is not special": lambda p: hf(p, IM_END, special=False),
     "one that added_tokens_decoder lists": lambda p: hf(
@@ -144,11 +155,6 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 NONE: dict[str, Callable[[Path], Path]] = {
     "folder": hf,
     "folder without a chat template": lambda p: hf(p, tokenizer={"chat_template": None}),
-    "folder whose map is a copy": lambda p: hf(
-        p,
-        tokenizer={"eos_token": "</s>", "added_tokens_decoder": ADDED},
-        files={"special_tokens_map.json": {"eos_token": TURN}},
-    ),
     "GGUF": gguf,
     "GGUF, a plain token of a known text": lambda p: gguf(p, IM_END, kind=1),
     "GGUF, a plain token that the template writes": lambda p: gguf(
@@ -250,6 +256,15 @@ def test_lent_weights_end_where_their_tokenizer_says(tmp_path: Path) -> None:
         weights(), config, tokenizer=Tokenizer.from_folder(path), dtype="float32", kv_bytes="1MiB"
     )
     assert session.config.eos == (2, 0)
+    path = hf(
+        tmp_path / "both",
+        tokenizer={"eos_token": TURN},
+        files={"special_tokens_map.json": {"eos_token": "<unk>"}},
+    )
+    assert Tokenizer.from_folder(path).eos_id == 4
+    assert Tokenizer.from_folder(path).end_ids == (4, 0)
+    keys = read_gguf(gguf(tmp_path / "gguf", tokenizer__ggml__eot_token_id=0)).metadata
+    assert Tokenizer.from_gguf(keys).end_ids == (2, 0)
     small = {name: w[:4] if len(w) == 97 else w for name, w in weights().items()}
     path = hf(tmp_path / "n", tokenizer={"eos_token": "<unk>"})
     with pytest.raises(ValueError, match="eos_id 4 is outside the model's vocabulary of 4"):
