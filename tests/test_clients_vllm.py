@@ -112,7 +112,9 @@ def test_the_tokenizer_of_an_llm(client: OpenAI) -> None:
     assert tokenizer("abc", add_special_tokens=False)["attention_mask"] == [1]
     assert tokenizer(["abc", "ab"])["input_ids"] == [tokenizer.encode(t) for t in ("abc", "ab")]
     assert tokenizer.decode([BOS, *Letters().encode("abc")[1:]], skip_special_tokens=True) == "abc"
-    assert tokenizer.batch_decode([[END]]) == ["</s>"]
+    assert tokenizer.batch_decode([[END]], clean_up_tokenization_spaces=False) == ["</s>"]
+    with pytest.raises(ValueError, match="clean_up_tokenization_spaces=True is not supported"):
+        tokenizer.decode([END], clean_up_tokenization_spaces=True)
     assert len(tokenizer) == 97
 
     opened = [*ASK, {"role": "assistant", "content": "YES"}]

@@ -1,12 +1,11 @@
 """Completions that begin with their prompt: special tokens are written, offsets count in the text,
-streamed or not. And the clients of the harness that read log-probabilities by them."""
+streamed or not."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,81 +199,3 @@ def test_an_echo_of_a_text_that_the_tokenizer_changes(
     told = zip(lists["text_offset"], lists["tokens"], strict=True)
     found = [token for offset, token in told if offset >= len(context)]
     assert "".join(found[:-1]) == " noir"
-
-
-# ---- the harness's clients of a server -----------------------------------------------------------
-
-SCORED = [
-    ("Question: What is 2 + 2?\nAnswer:", " 4"),
-    ("<|im_start|>user\nIs ice cold?<|im_end|>\n<|im_start|>assistant", "\nYes, it is."),
-    ("<|im_start|>user\nSay OK.<|im_end|>\n<|im_start|>assistant\nOK", "<|im_end|>"),
-    ("\u65e5\u672c\u8a9e\u306e", "\u30c6\u30ad\u30b9\u30c8\U0001f600 a"),
-    ("The capital of France is", " Paris"),
-]
-
-
-@pytest.fixture
-def served() -> Iterator[Callable[..., str]]:
-    """served(engine) -> the address of a server, until the test ends."""
-    pytest.importorskip("uvicorn")
-    pytest.importorskip("starlette")
-    from serving import Server
-
-    servers: list[Server] = []
-
-    def serve(engine: Any) -> str:
-        servers.append(Server(engine))
-        return f"http://127.0.0.1:{servers[-1].port}"
-
-    yield serve
-    for server in servers:
-        server.stop()
-
-
-@pytest.fixture(scope="module")
-def requests(smollm2: Model) -> list[Any]:
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-
-    return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(SCORED)]
-
-
-@pytest.fixture(scope="module")
-def expected(small: OpenAI, requests: list[Any]) -> list[Any]:
-    from rksc.clients.lm_eval import RKSC
-
-    return RKSC(small).loglikelihood(requests, disable_tqdm=True)
-
-
-def test_the_harness_model_gguf_reads_a_server(
-    small: OpenAI, requests: list[Any], expected: list[Any], served: Callable[..., str]
-) -> None:
-    """It finds the continuation by offsets and leaves out the last token. Its is_greedy looks at
-    that one, too, which greedy decoding has chosen."""
-    pytest.importorskip("lm_eval")
-    from lm_eval.models.gguf import GGUFLM
-
-    model = GGUFLM(served(small.engine))
-    found = model.loglikelihood(requests, disable_tqdm=True)
-    assert found == [(pytest.approx(score), greedy) for score, greedy in expected]
-
-
-@pytest.mark.parametrize("tokenized", [False, True])
-def test_the_harness_model_local_completions_reads_a_server(
-    small: OpenAI, requests: list[Any], expected: list[Any], served: Callable[..., str],
-    tokenized: bool, tmp_path: Path,
-) -> None:  # fmt: skip
-    """It finds the continuation by counting tokens of a tokenizer of its own, and sends these."""
-    pytest.importorskip("tenacity")
-    pytest.importorskip("transformers")
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    small.engine.tokenizer._pipeline.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    model = LocalCompletionsAPI(
-        served(small.engine) + "/v1/completions", tokenizer_backend="huggingface", model="any",
-        tokenizer=str(tmp_path), tokenized_requests=tokenized, max_retries=1,
-    )  # fmt: skip
-    found = model.loglikelihood(requests, disable_tqdm=True)
-    assert found == [(pytest.approx(score), greedy) for score, greedy in expected]

@@ -212,6 +212,16 @@ def test_reasoners_language_model(client: OpenAI) -> None:
         model.generate([prompt], stopping_criteria=[1])
     aside = model.generate([prompt, prompt], retry=3, stop=None)
     assert aside.text == greedy.text
+    drawn = [
+        model.generate([prompt], do_sample=True, temperature=1.5, seed=seed).text
+        for seed in (-1, -1, None, -2, 2**64 - 2)
+    ]
+    assert drawn[0] != drawn[1] != drawn[2]
+    assert drawn[3] == drawn[4]
+    with pytest.raises(ValueError, match="seed must be an integer"):
+        model.generate([prompt], seed=2**64)
+    neutral = model.generate([prompt, prompt], repetition_penalty=1.0, num_beams=1)
+    assert neutral.text == greedy.text
     with pytest.raises(ValueError, match="additional_prompt='ANSWER'"):
         model.generate([prompt], additional_prompt="ANSWER")
     with pytest.raises(ValueError, match="temperature=2"):

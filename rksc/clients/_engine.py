@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._core import Branch
+from .._core import Branch, CapacityError
 from ..arguments import no_tokenizer
 from ..load import Model
 from ..options import Sampling
@@ -493,8 +493,11 @@ class Engine:
                 found.append((ids, values.astype(np.float32)))
         return found
 
-    def scores(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Score]]:
-        """For each (context, continuation) its place in `pairs` and its `Score`, as they are done.
+    def scores(
+        self, pairs: Sequence[tuple[Tokens, Tokens]]
+    ) -> Iterator[tuple[int, Score | Exception]]:
+        """For each (context, continuation) its place in `pairs` and its `Score`, as they are done;
+        or the error (ValueError, CapacityError) of a pair that has none.
 
         Equal contexts are computed once and all their continuations in one batch; contexts that
         begin alike share that.
@@ -504,16 +507,31 @@ class Engine:
             contexts.setdefault(tuple(int(t) for t in context), []).append(i)
         for context in sorted(contexts):
             members = contexts[context]
-            branch = self.session.prefill(context)
-            try:
-                found = self.session._score(branch, [pairs[i][1] for i in members])
-            finally:
-                branch.drop()
+            found = self._scores_after(context, [pairs[i][1] for i in members])
             yield from zip(members, found, strict=True)
 
+    def _scores_after(
+        self, context: Tokens, continuations: Sequence[Tokens]
+    ) -> Sequence[Score | Exception]:
+        """In one batch; each by itself where that fails."""
+        try:
+            branch = self.session.prefill(context)
+            try:
+                return self.session._score(branch, continuations)
+            finally:
+                branch.drop()
+        except (ValueError, CapacityError) as error:
+            if len(continuations) == 1:
+                return [error]
+            return [found for c in continuations for found in self._scores_after(context, [c])]
+
     def score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[Score]:
-        """`scores` in the order of the pairs."""
-        found = dict(self.scores(pairs))
+        """`scores` in the order of the pairs; the error of one is raised."""
+        found: dict[int, Score] = {}
+        for i, score in self.scores(pairs):
+            if isinstance(score, Exception):
+                raise score
+            found[i] = score
         return [found[i] for i in range(len(pairs))]
 
     def score_prompt(

@@ -15,7 +15,7 @@ from ._wire import read_messages
 # What asks for nothing where transformers takes it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tensors": (None,), "padding": (None, False), "truncation": (None, False),
-    "max_length": (None,),
+    "max_length": (None,), "clean_up_tokenization_spaces": (None, False),
 }  # fmt: skip
 
 
@@ -62,8 +62,7 @@ class TransformersTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, **others: Any) -> list[int]:
         """The ids of a text, with the BOS that the model wants unless it is not to be added."""
-        for name in _without_neutral(others):
-            raise ValueError(f"{name}={others[name]!r} is not supported")
+        _refuse(others)
         return self._tokenizer.encode(text, bos=None if add_special_tokens else False)
 
     def __call__(
@@ -74,15 +73,24 @@ class TransformersTokenizer:
             return _encoding(self.encode(text, add_special_tokens, **others))
         return _encoding([self.encode(each, add_special_tokens, **others) for each in text])
 
-    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+    def decode(
+        self,
+        token_ids: int | Iterable[int],
+        skip_special_tokens: bool = False,
+        **others: Any,
+    ) -> str:
+        _refuse(others)
         one = as_int(token_ids)
         ids: Any = token_ids if one is None else [one]
         return self._tokenizer.decode(map(int, ids), special=not skip_special_tokens)
 
     def batch_decode(
-        self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False
+        self,
+        sequences: Iterable[Iterable[int]],
+        skip_special_tokens: bool = False,
+        **others: Any,
     ) -> list[str]:
-        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+        return [self.decode(ids, skip_special_tokens, **others) for ids in sequences]
 
     def apply_chat_template(
         self,
@@ -124,8 +132,14 @@ def _without_neutral(options: dict[str, Any]) -> dict[str, Any]:
     """ValueError names what is asked for and not there."""
     for name, values in _NEUTRAL.items():
         if options.get(name) not in values:
-            raise ValueError(f"{name}={options[name]!r} is not supported: lists of ids come out")
+            said = f"{name}={options[name]!r} is not supported"
+            raise ValueError(f"{said}: lists of ids, and texts as they are, come out")
     return {name: value for name, value in options.items() if name not in _NEUTRAL}
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name in _without_neutral(options):
+        raise ValueError(f"{name}={options[name]!r} is not supported")
 
 
 def _encoding(ids: Any) -> Record:

@@ -14,6 +14,7 @@ from ..options import Sampling
 from ..scalars import as_int
 from ..session import BranchSession
 from ._engine import Engine, Sample, copies
+from ._fields import check_settings, read_seed
 from .openai import OpenAI, engine_of
 
 # Arguments of the package's other models that say nothing about the text.
@@ -54,7 +55,7 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         """GenerateOutput(text, log_prob): for each input num_return_sequences texts; log_prob:
         float32 (new tokens,) each. Strings in eos_token_id end a text (and are left out),
         ids too. ValueError names another argument that would change the text."""
-        _refuse(others)
+        check_settings(others, _ASIDE)
         if stopping_criteria is not None:
             raise ValueError("stopping_criteria is not supported: eos_token_id takes strings")
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -64,7 +65,8 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         elif eos_token_id is not None:
             ends = list(eos_token_id)  # type: ignore[arg-type]
         end_ids = [number for number in map(as_int, ends) if number is not None]
-        sampling = Sampling(temperature if do_sample else 0.0, top_k or 0, top_p, seed=seed)
+        drawn = temperature if do_sample else 0.0
+        sampling = Sampling(drawn, top_k or 0, top_p, seed=read_seed(seed))
         samples: list[Sample] = []
         for i, text in enumerate(texts):
             field = f"inputs[{i}]"
@@ -95,7 +97,7 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         **others: Any,
     ) -> list[NDArray[np.float32]]:
         """For each prompt the logits of its candidates, each of which must be one token."""
-        _refuse(others)
+        check_settings(others, _ASIDE)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows: list[Any] = list(candidates)
         if rows and isinstance(rows[0], str):
@@ -112,7 +114,7 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         self, prefix: str, contents: Sequence[str], **others: Any
     ) -> NDArray[np.float32]:
         """float32 (contents,): log-probability of what follows the prefix in each content."""
-        _refuse(others)
+        check_settings(others, _ASIDE)
         first = self.engine.encode(prefix, "prefix")
         pairs = []
         for i, content in enumerate(contents):
@@ -122,12 +124,6 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
             pairs.append((first, whole[len(first) :]))
         scores = self.engine.score(pairs)
         return np.array([logprobs.sum() for logprobs, _ in scores], np.float32)
-
-
-def _refuse(others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if name not in _ASIDE and value is not None:
-            raise ValueError(f"{name}={value!r} is not supported by the rksc model")
 
 
 def _postprocessed(logits: NDArray[np.float32], how: str | None) -> NDArray[np.float32]:
