@@ -433,6 +433,22 @@ def test_an_interrupted_render_leaves_no_reply_for_the_next(
     assert process._process.returncode is not None  # ended and reaped
 
 
+def test_a_process_that_ends_in_the_middle_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a crash of the interpreter, or the kernel's want of memory."""
+    render("a", HI)
+    real = template._Process.ask
+
+    def killed(process: Any, request: bytes) -> Any:
+        os.kill(process._process.pid, signal.SIGSEGV)
+        return real(process, request)
+
+    monkeypatch.setattr(template._Process, "ask", killed)
+    with pytest.raises(ValueError, match=r"^f: chat template: ends the process .*\(status -11\)"):
+        render(ChatTemplate("x", "f"), HI)
+    monkeypatch.undo()
+    assert render("b", HI) == "b"
+
+
 def test_a_template_is_told_once_that_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     render("a", HI)
     monkeypatch.setattr(template, "_PATIENCE", 0.2)

@@ -10,6 +10,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import rksc
 import rksc.chat
 from rksc import template
 from rksc.clients import LLM, OpenAI, SamplingParams
+from rksc.clients._engine import Engine
 from rksc.config import ModelConfig
 from rksc.ends import folder_ends, template_ends
 from rksc.gguf import read_gguf
@@ -228,6 +230,21 @@ def test_a_turn_ends_wherever_one_source_says_so(source: str, tmp_path: Path) ->
 def test_it_goes_on_where_none_does(source: str, tmp_path: Path) -> None:
     """So that the test above can fail; and a base model is not ended by what it may write."""
     assert set(answers(with_chat(NONE[source](tmp_path / "m")))) == {("length", 5)}
+
+
+@pytest.mark.skipif(find_spec("uvicorn") is None, reason="rksc[serve] is not installed")
+@pytest.mark.parametrize("source", ["tokenizer_config.json", "GGUF, the chat template", "none"])
+def test_the_server_ends_there_too(source: str, tmp_path: Path) -> None:
+    from serving import Server
+
+    model = rksc.load(SOURCES.get(source, hf)(tmp_path / "m"))
+    server = Server(Engine(model, dtype="float32", kv_bytes="4MiB"))
+    try:
+        status, answer = server.chat(messages=ASK, temperature=0, max_tokens=5)
+    finally:
+        server.stop()
+    ended = (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"])
+    assert (status, ended) == (200, ("length", 5) if source == "none" else ("stop", 0))
 
 
 def test_solve_ends_there_too(tmp_path: Path) -> None:
