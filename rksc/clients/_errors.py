@@ -63,11 +63,11 @@ def _printable(text: str, longest: int) -> str:
 
 
 def error_of(error: Exception) -> RequestError:
-    """Whatever went wrong as an error of a request: a ValueError is the request's own fault, a
-    CapacityError asks for less, anything else is the server's."""
+    """Whatever went wrong as an error of a request: a ValueError is the request's own fault, after
+    a CapacityError it had better ask for less, anything else is the server's."""
     if isinstance(error, RequestError):
         return error
     said = str(error) or type(error).__name__
     if isinstance(error, CapacityError):
-        return RequestError(said, param="max_tokens")
+        return ContextLengthError("max_tokens", said)
     return RequestError(said, status_code=400 if isinstance(error, ValueError) else 500)

@@ -161,7 +161,8 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         self, string: str, add_special_tokens: bool | None = None, **unused: Any
     ) -> list[int]:
         bos = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        return list(self.engine.session.encode(string, bos=bos, field="text"))
+        tokens: list[int] = self.engine.encode(string, "text", bos).tolist()
+        return tokens
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from .._core import CapacityError
 from ..load import Model
 from ..session import BranchSession
 from ._engine import Engine
-from ._errors import FieldError
+from ._errors import FieldError, error_of
+from ._fields import shown
 from ._record import Record
 from ._wire import Chunks, Request, read_chat, read_completion, response
 
@@ -43,10 +45,13 @@ class Stream:
     @staticmethod
     def _run(engine: Engine, request: Request) -> Iterator[Record]:
         chunks = Chunks(engine, request)
-        yield from chunks.opening()
-        for sample, token in engine.stream(request.samples):
-            yield from chunks.of(sample, token)
-        yield from chunks.closing()
+        try:
+            yield from chunks.opening()
+            for sample, token in engine.stream(request.samples):
+                yield from chunks.of(sample, token)
+            yield from chunks.closing()
+        except CapacityError as error:
+            raise error_of(error) from error
 
     def __iter__(self) -> Iterator[Record]:
         return self._chunks
@@ -77,19 +82,23 @@ class Completions:
 
     def create(self, **fields: Any) -> Any:
         """Fields as in OpenAI's API (docs/clients.md lists them); a response, or with
-        stream=True a `Stream` of chunks. ValueError names a field that is wrong or not
-        supported. Fields of other servers may stand in extra_body, as the openai package
-        wants it, or beside the others."""
+        stream=True a `Stream` of chunks. ValueError names a field that is wrong or not supported,
+        and has the attributes of openai's exceptions (param, code ...). Fields of other servers
+        may stand in extra_body, as the openai package wants it, or beside the others."""
         fields = {name: value for name, value in fields.items() if not _left_out(value)}
         extra = fields.pop("extra_body", None)
         if extra is not None and not isinstance(extra, Mapping):
-            raise FieldError("extra_body", f"extra_body must be a dict, got {extra!r}")
+            said = f"extra_body must be a dict, got {shown(extra)}"
+            raise FieldError("extra_body", said, "invalid_type")
         body = {k: v for k, v in fields.items() if k not in _TRANSPORT} | dict(extra or {})
         request = self._read(self._engine, body, str(body.get("model") or self._name))
         if request.stream:
             return Stream(self._engine, request)
-        self._engine.run(request.samples)
-        return response(self._engine, request)
+        try:
+            self._engine.run(request.samples)
+            return response(self._engine, request)
+        except CapacityError as error:
+            raise error_of(error) from error
 
 
 class _Chat:

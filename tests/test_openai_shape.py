@@ -1,4 +1,5 @@
-"""Errors as OpenAI's: status, type, param and code, the same as exceptions and over HTTP."""
+"""The OpenAI shape over HTTP and in the process: the same errors (status, type, param and code as
+OpenAI's), the same echo, the same fields."""
 
 from __future__ import annotations
 
@@ -163,3 +164,59 @@ def test_an_error_can_be_sent_whatever_it_is_about(client: OpenAI, name: str) ->
         error = refusal(client, COMPLETION, {"prompt": "abc", **body})
         assert len(error["message"]) < 2100 and len(error["param"]) < 110
         error["message"].encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_pool_is_told_alike(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """No room for a step, after the request was taken."""
+
+    def full() -> None:
+        raise CapacityError("no room for the next token")
+
+    monkeypatch.setattr(client.engine.session, "step", full)
+    body: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "stream": stream}
+    with pytest.raises(CapacityError, match="no room") as refused:
+        list(client.completions.create(**body))
+    error: Any = refused.value
+    assert (error.code, error.param) == ("context_length_exceeded", "max_tokens")
+    status, answer = ask(client.engine, COMPLETION, body)
+    assert status == (200 if stream else error.status_code)
+    assert (answer[-1] if stream else answer)["error"] == error.body
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_an_echo_over_http_is_the_clients(client: OpenAI) -> None:
+    body: dict[str, Any] = {
+        "prompt": ["<user>ab</s>", "<s>th \u00e9"], "n": 2, "max_tokens": 3, "temperature": 0.9,
+        "seed": 4, "echo": True, "logprobs": 0, "ignore_eos": True,
+    }  # fmt: skip
+    expected = client.completions.create(**body).model_dump()["choices"]
+    status, answer = ask(client.engine, COMPLETION, body)
+    assert (status, answer["choices"]) == (200, expected)
+    status, chunks = ask(client.engine, COMPLETION, {**body, "stream": True})
+    assert status == 200
+    for choice in expected:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            told = [value for part in mine if part["logprobs"] for value in part["logprobs"][name]]
+            assert told == choice["logprobs"][name]
+
+
+def test_fields_that_ask_for_nothing_over_http(client: OpenAI) -> None:
+    body: dict[str, Any] = {"messages": ASK, "max_tokens": 3, "temperature": 0}
+    neutral = {
+        "min_tokens": 0, "skip_special_tokens": True, "bad_words": [], "logit_bias": {},
+        "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "seed": -1,
+        "top_k": -1, "repetition_penalty": 1.0, "stream_options": None, "priority": 0,
+        "store": False, "metadata": None, "service_tier": "auto", "parallel_tool_calls": True,
+        "use_beam_search": False, "truncate_prompt_tokens": None, "guided_json": None,
+        "reasoning_effort": None, "max_completion_tokens": None, "suffix": None, "colour": None,
+    }  # fmt: skip
+    status, answer = ask(client.engine, CHAT, {**body, **neutral})
+    plain = client.chat.completions.create(**body).choices[0].message.content
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, plain)
