@@ -187,7 +187,9 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options:
             raise ValueError(f"{where} spells special tokens and the chat template changes it")
     ids = tokenizer.encode(parts[0])
     for i, part in enumerate(parts[1:]):
-        ids += tokenizer.encode(part, bos=False, special=i % 2 == 1, start=False)
+        ids += tokenizer.encode(
+            part, bos=False, special=i % 2 == 1, start=tokenizer.begins_after(ids)
+        )
     return ids
 
 

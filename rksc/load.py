@@ -59,7 +59,7 @@ class Model:
     def session(self, **options: Any) -> BranchSession:
         """A `rksc.BranchSession` on these weights; options are the session's own.
 
-        Without the `tokenizers` library the session has no tokenizer and takes ids only.
+        Without the libraries of rksc[hf] the session has no tokenizer and takes ids only.
         """
         from .session import BranchSession
 

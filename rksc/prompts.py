@@ -71,7 +71,8 @@ class Wordings:
         """Tokens that follow an answer: the end of its turn, the question, and where the
         reply begins."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(f"\n\n{self.verify_prompt}\nReply:", bos=False)
+            text = f"\n\n{self.verify_prompt}\nReply:"
+            return self.tokenizer.encode(text, bos=False, start=False)
         turns = [
             *self._turns("-"),
             {"role": "assistant", "content": _MARK},
@@ -80,7 +81,7 @@ class Wordings:
         _, mark, tail = self.tokenizer.chat(turns).partition(_MARK)
         if not mark:
             raise ValueError("chat template: an assistant's message does not appear as it is")
-        return self.tokenizer.encode(tail, bos=False)
+        return self.tokenizer.encode(tail, bos=False, start=False)
 
     def answers(self, yes: int | str | None, no: int | str | None) -> tuple[int, int]:
         """Ids of YES and NO: those given, else the first usual pair of single tokens."""
@@ -91,7 +92,7 @@ class Wordings:
         plain = self.tokenizer.chat_template is None
         pairs: Sequence[tuple[str, str]] = _PLAIN_ANSWERS if plain else _CHAT_ANSWERS
         for pair in pairs:
-            ids = [self.tokenizer.encode(word, bos=False) for word in pair]
+            ids = [self.tokenizer.encode(word, bos=False, start=not plain) for word in pair]
             if all(len(i) == 1 for i in ids):
                 return ids[0][0], ids[1][0]
         raise ValueError(
@@ -101,7 +102,7 @@ class Wordings:
 
     def suffix(self, text: str) -> Tokens:
         """Tokens of what an answer is made to begin with."""
-        return self.tokenizer.encode(text, bos=False)
+        return self.tokenizer.encode(text, bos=False, start=False)
 
     def _turns(self, problem: str) -> list[dict[str, str]]:
         content = f"{problem}\n\n{self.instruction}" if self.instruction else problem

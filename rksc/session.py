@@ -183,14 +183,22 @@ class BranchSession(_core.Session):
 
     # ---- text ------------------------------------------------------------------------------
 
-    def encode(self, text: Text, *, bos: bool | None = False, field: str = "tokens") -> Tokens:
+    def encode(
+        self,
+        text: Text,
+        *,
+        bos: bool | None = False,
+        start: bool | None = None,
+        field: str = "tokens",
+    ) -> Tokens:
         """Tokens as they are, or a text's. bos None: begin with the BOS that the model wants,
-        once, even where the text (a chat template) already has it; False: without."""
+        once, even where the text (a chat template) already has it; False: without. start: does
+        the text begin here, or go on? None: it goes on where bos is False."""
         if not isinstance(text, str):
             return text
         tokenizer = self._tokenizer_for(field)
         check_text(field, text)
-        return tokenizer.encode(text, bos=bos)
+        return tokenizer.encode(text, bos=bos, start=bos is not False if start is None else start)
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens; ValueError in a session without a tokenizer."""

@@ -44,6 +44,9 @@ class Letters:
         size = len(PIECES) if vocab_size is None else vocab_size
         return PIECES[:size] + [b""] * (size - len(PIECES))
 
+    def begins_after(self, ids: Sequence[int]) -> bool:
+        return len(ids) == 0
+
     def template_marks(self) -> frozenset[str]:
         return frozenset()
 
@@ -72,8 +75,11 @@ class Letters:
         return begins
 
     def decode(self, ids: Iterable[int], special: bool = False, start: bool = True) -> str:
+        return b"".join(self.parts(ids, special)).decode(errors="replace")
+
+    def parts(self, ids: Iterable[int], special: bool = False, start: bool = True) -> list[bytes]:
         names = {i: name.encode() for i, name in SPECIAL.items()} if special else {}
-        return b"".join(names.get(i, PIECES[i]) for i in ids).decode(errors="replace")
+        return [names.get(i, PIECES[i]) for i in ids]
 
     def chat(self, messages: Sequence[Any], **options: Any) -> str:
         return render(self.chat_template or CHAT, messages, **options)

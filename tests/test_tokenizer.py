@@ -107,11 +107,16 @@ def assert_same(ours: Tokenizer, theirs: Any, cases: list[str]) -> None:
 # ---- byte-level BPE -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "default", "llama-bpe", "falcon3", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "falcon3", "qwen2", "tekken"])
 def test_byte_level_kinds_as_transformers(tmp_path: Path, pre: str) -> None:
     """A part of SmolLM2's vocabulary under each rule that splits text."""
     metadata = small_metadata() | {"tokenizer.ggml.pre": pre}
-    assert_same(Tokenizer.from_gguf(metadata), reference(tmp_path, metadata), texts())
+    theirs = reference(tmp_path, metadata)
+    if pre == "qwen2":  # transformers forgets what Qwen's tokenizer.json does first
+        from tokenizers import normalizers
+
+        theirs.backend_tokenizer.normalizer = normalizers.NFC()
+    assert_same(Tokenizer.from_gguf(metadata), theirs, texts())
 
 
 def test_smollm_splits_digits_first(smollm2_reference: Any) -> None:
@@ -248,25 +253,40 @@ def sentencepiece_metadata() -> dict[str, Any]:
 
 
 def test_sentencepiece_as_transformers(tmp_path: Path) -> None:
+    """But for texts that begin with a space, which transformers drops, or go on after <s> or </s>:
+    what is right there the original libraries say (tests/test_tokenizer_oracle.py)."""
     metadata = sentencepiece_metadata()
     ours, theirs = Tokenizer.from_gguf(metadata), reference(tmp_path, metadata)
     assert ours.encode("hi")[0] == 1
-    cases = [*texts(), "<s>already there</s>", "one<extra>two", "</s> x", "<extra>"]
-    for text in cases:
-        expected = theirs(text)["input_ids"]
-        if expected[:2] == [1, 1]:  # transformers doubles a BOS that the text begins with
-            expected = expected[1:]
-        assert ours.encode(text) == expected, repr(text)
+    cases = [text for text in texts() if not text.startswith(" ") and "s>" not in text]
+    assert len(cases) > 20
+    for text in [*cases, "one<extra>two", "<extra>"]:
+        assert ours.encode(text) == theirs(text)["input_ids"], repr(text)
+
+
+def test_a_text_begins_after_bos_and_eos() -> None:
+    """Meta's and Mistral's own code encode what follows these as a text of its own."""
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
+    extra = tokenizer.token_id("<extra>")
+    for text in ("def x", " def", "  def", "", "\n", "\u00e9"):
+        alone = tokenizer.encode(text)
+        assert tokenizer.encode("<s>" + text) == alone
+        assert tokenizer.encode(f"{text}</s>{text}") == [*alone, 2, *alone[1:]]
+        assert tokenizer.encode(f"{text}<extra>", bos=False) == [*alone[1:], extra]
+        for spelled in (f"<s>{text}", f"<s>{text}</s>{text}", f"{text}</s><s>{text}<extra>{text}"):
+            ids = tokenizer.encode(spelled, bos=False)
+            assert tokenizer.decode(ids, special=True) == spelled
+        assert tokenizer.decode([*alone, 2, *alone[1:]]) == (f"{text} {text}" if text else "")
+    assert tokenizer.begins_after([]) and tokenizer.begins_after([5, 2])
+    assert not tokenizer.begins_after([2, 5])
 
 
 def test_sentencepiece_falls_back_to_bytes() -> None:
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
-    for text in texts():
-        # a first space takes the place of the one that would be put before the text
-        bare = text.removeprefix(" ")
+    for text in [*texts(), " ", "  ", " Hello", "   Hello", " \n Hello"]:
         ids = tokenizer.encode(text, special=False)
-        assert tokenizer.decode(ids) == bare
-        assert tokenizer.decode(ids, start=False) == (" " + bare if text else "")
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, start=False) == (" " + text if text else "")
     pieces = tokenizer.token_bytes()
     assert pieces[3 + 0xF0] == b"\xf0"
     assert pieces[0] == pieces[1] == b""
@@ -537,8 +557,9 @@ def test_sentencepiece_folder(tmp_path: Path) -> None:
     assert ours.token_bytes() == built.token_bytes()
     for text in texts():
         ids = ours.encode(text, special=False, bos=False)
-        assert ids == built.encode(text, special=False, bos=False)
         assert ours.decode(ids) == built.decode(ids)
+        if not text.startswith(" "):  # the folder that transformers saves drops this space
+            assert ids == built.encode(text, special=False, bos=False)
 
 
 def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
@@ -575,22 +596,52 @@ def test_gguf_refusals(changes: dict[str, Any], message: str) -> None:
 
 
 def test_sentencepiece_refusals() -> None:
-    for key, value in (
-        ("scores", np.zeros(3, np.float32)),
-        ("precompiled_charsmap", np.zeros(3, np.int32)),
-        ("remove_extra_whitespaces", True),
+    whole = sentencepiece_metadata()
+    n = len(whole["tokenizer.ggml.tokens"])
+    odd = np.zeros(n, np.float32)
+    odd[300] = np.nan
+    types = whole["tokenizer.ggml.token_type"].copy()
+    types[7] = 9
+    for key, value, told in (
+        ("scores", np.zeros(3, np.float32), f"must have {n} entries"),
+        ("scores", None, f"must have {n} entries"),
+        ("scores", ["a"] * n, "could not convert"),
+        ("scores", np.full(n, -1000.0, np.float32), "scores are all -1000"),
+        ("scores", odd, "not finite"),
+        ("precompiled_charsmap", np.zeros(3, np.int32), "Hugging Face folder"),
+        ("merges", ["a b"], "Hugging Face folder"),
+        ("token_type", types, r"token_type\[7\] must be from 1 to 6, got 9"),
+        ("token_type", np.where(types == 6, 1, types), "token_type"),
+        ("add_space_prefix", 1, "true or false"),
+        ("remove_extra_whitespaces", "no", "true or false"),
+        ("bos_token_id", True, "bos_token_id True"),
+        (
+            "tokens",
+            [*whole["tokenizer.ggml.tokens"][:-1], 5],
+            rf"tokens\[{n - 1}\] must be a string",
+        ),
     ):
-        with pytest.raises(ValueError, match=key):
-            Tokenizer.from_gguf(sentencepiece_metadata() | {f"tokenizer.ggml.{key}": value})
+        changed = {k: v for k, v in whole.items() if k != f"tokenizer.ggml.{key}"}
+        if value is not None:
+            changed[f"tokenizer.ggml.{key}"] = value
+        with pytest.raises(ValueError, match=told) as error:
+            Tokenizer.from_gguf(changed)
+        assert f"tokenizer.ggml.{key}" in str(error.value)
 
 
-def test_a_missing_pre_warns() -> None:
+@pytest.mark.parametrize("pre", [None, "default", "command-r", 5])
+def test_a_rule_that_the_file_does_not_tell_is_refused(pre: Any) -> None:
+    """Another rule gives other ids, and nobody notices."""
     metadata = {k: v for k, v in smollm2_metadata().items() if k != "tokenizer.ggml.pre"}
-    with pytest.warns(UserWarning, match=r"tokenizer\.ggml\.pre is missing"):
+    if pre is not None:
+        metadata["tokenizer.ggml.pre"] = pre
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre .*from_folder"):
         Tokenizer.from_gguf(metadata)
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install rksc\[hf\]"):
-        Tokenizer.from_gguf(sentencepiece_metadata())
+def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("tokenizers", "sentencepiece"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for metadata in (smollm2_metadata(), sentencepiece_metadata()):
+        with pytest.raises(ImportError, match=r"pip install rksc\[hf\]"):
+            Tokenizer.from_gguf(metadata)

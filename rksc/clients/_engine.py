@@ -154,7 +154,7 @@ class Engine:
     ) -> NDArray[np.int32]:
         """A prompt's tokens, with the BOS that the model wants unless bos says otherwise; errors
         name the field."""
-        return np.array(self.session.encode(text, bos=bos, field=field), np.int32)
+        return np.array(self.session.encode(text, bos=bos, start=True, field=field), np.int32)
 
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
         """The prompt as int32; ValueError names the field of one that is empty, ContextLengthError

@@ -93,11 +93,8 @@ def echo_of(engine: Engine, prompt: NDArray[np.int32], sent: str | None, k: int 
     if k is None:
         return Echo(text)
     if sent is None:
-        spelled = [engine.special.get(i, data) for i, data in enumerate(engine.token_bytes)]
-        whole = b"".join(spelled[token] for token in tokens).decode(errors="replace")
-        # The space that SentencePiece models put before a text is not in it.
-        places = Offsets(spelled, len(text) - len(whole))
-        begins = [max(0, places.feed(token)) for token in tokens]
+        places = Offsets(engine.tokenizer.parts(tokens, special=True))
+        begins = [places.feed(i) for i in range(len(tokens))]
     else:
         begins = engine.tokenizer.offsets(sent)
         begins = [0] * (len(tokens) - len(begins)) + begins  # an added BOS
