@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,8 @@ def test_what_sampling_params_take() -> None:
         n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=np.array([3]),  # type: ignore
     )  # fmt: skip
     assert made.sampling == Sampling(0.5, 0, 1.0, 0.0, None)
+    names = (setting.name for setting in fields(SamplingParams))
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams(max_tokens=None)
     with pytest.raises(ValueError, match=r"repetition_penalty=1\.1 is not .* as the model gives"):
         SamplingParams(repetition_penalty=1.1)
     with pytest.raises(TypeError, match="prompts"):

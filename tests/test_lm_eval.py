@@ -188,6 +188,21 @@ def test_a_bad_request_is_named_and_no_good_one_is_lost(
     }
 
 
+def test_the_run_after_a_bad_request_asks_for_the_rest_alone(lm: RKSC, tmp_path: Path) -> None:
+    """With the harness's own cache of answers."""
+    pytest.importorskip("sqlitedict")
+    from lm_eval.api.model import CachingLM
+
+    cached, stats = CachingLM(lm, str(tmp_path / "cache.db")), lm.engine.session.stats
+    with pytest.raises(RequestsError, match="1 of 3 requests"):
+        cached.loglikelihood(asked("loglikelihood", ("th", " abc"), ("a", "b"), ("th", " YES")))
+    before = stats().steps
+    assert before > 0
+    again = cached.loglikelihood(asked("loglikelihood", ("th", " abc"), ("th", " YES")))
+    assert stats().steps == before
+    assert again == ask(RKSC(lm.engine), "loglikelihood", ("th", " abc"), ("th", " YES"))
+
+
 def test_a_long_context_is_named_by_its_end(lm: RKSC) -> None:
     with pytest.raises(RequestsError) as error:
         ask(lm, "loglikelihood", (TEXT * 9 + "the last 1", ""))

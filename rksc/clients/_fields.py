@@ -116,10 +116,8 @@ def check_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> 
 
 def _same(value: Any, neutral: Any) -> bool:
     """Equal, and of one kind: True is no 1; what is empty is alike."""
-    if isinstance(neutral, bool) or isinstance(value, (bool, np.bool_)):
-        return (
-            isinstance(neutral, bool) and isinstance(value, (bool, np.bool_)) and value == neutral
-        )
+    if isinstance(neutral, bool):
+        return isinstance(value, (bool, np.bool_)) and value == neutral
     number = as_float(neutral)
     if number is not None:
         return as_float(value) == number
