@@ -345,11 +345,10 @@ def in_pool() -> list[int]:
 def test_hostile_templates_end_with_an_error_that_says_why(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "SECONDS", 0.3)
-    began = time.monotonic()
+    """Memory, depth and length are met first on a slow machine, too; time is not waited for."""
+    monkeypatch.setattr(template, "SECONDS", 0.3 if TIME in HOSTILE[source] else 20.0)
     with pytest.raises(ValueError, match=f"^m/t: chat template: .*({HOSTILE[source]})"):
         render(ChatTemplate(source, "m/t"), HI, n=10)
-    assert time.monotonic() - began < 30
     assert render("{{ messages[0].content }}", HI) == "Hi"
 
 
