@@ -156,8 +156,8 @@ def test_a_long_context_loses_its_beginning(lm: RKSC) -> None:
 
 
 BAD = [
-    ("a", "b", "no token of its own: a token of 'ab'"),
-    ("th YE", "S", "no token of its own: a token of 'th YES'"),
+    ("a", "b", "no token of its own: 'ab' has no more tokens"),
+    ("th YE", "S", "no token of its own: 'th YES' has no more tokens"),
     ("th", "", "the continuation is empty"),
     ("", "", "the continuation is empty"),
     ("", "<s>", "no token of its own"),

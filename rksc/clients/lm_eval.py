@@ -191,17 +191,14 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
             except ValueError as error:
                 answers.fail(i, error)
 
-        def note(i: int, result: tuple[float, bool]) -> None:
-            answers.results[i] = result
-            self.cache_hook.add_partial("loglikelihood", requests[i].args, result)
-
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="loglikelihood") as bar:
             for i, result in self._scores(pairs):
                 bar.update()
                 if isinstance(result, Exception):
                     answers.fail(i, result)
-                else:
-                    note(i, result)
+                    continue
+                answers.results[i] = result
+                self.cache_hook.add_partial("loglikelihood", requests[i].args, result)
         return answers.done()
 
     def _pair(self, context: str, continuation: str) -> Pair:
@@ -217,10 +214,9 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
             given = [self.prefix_token_id]
             scored = scored[1:] if scored[:1] == given else scored
         if not scored:
-            whole = context + continuation
             raise ValueError(
-                f"the continuation has no token of its own: a token of {_end(whole)} spans where "
-                "it meets the context, so the harness finds none after the context's"
+                f"the continuation has no token of its own: {_end(context + continuation)} has no "
+                "more tokens than the context alone"
             )
         self._check_length(scored)
         return self._cut(given, scored)
