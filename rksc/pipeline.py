@@ -96,6 +96,8 @@ def _make_plain(described: dict[str, Any], others: frozenset[str]) -> None:
     never = {token["content"] for token in added if token["special"]}
     if isinstance(model["vocab"], dict):
         known = never.intersection(model["vocab"])
+        if model.get("unk_token") in known:
+            model["unk_token"] += _NOWHERE
         model["vocab"] = {t + _NOWHERE * (t in known): i for t, i in model["vocab"].items()}
         pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
         model["merges"] = [pair for pair in pairs if not known & {*pair, "".join(pair)}]

@@ -123,7 +123,7 @@ class SentencePiece:
             kept = kept[slice(*edges)] if start else kept
             kept = [x for n, x in enumerate(kept) if x[1] != " " or n == 0 or kept[n - 1][1] != " "]
         if start and self._space_before:
-            kept.insert(0, (0, " "))
+            kept.insert(0, (kept[0][0] if kept else 0, " "))
         places = [i for i, c in kept for _ in (SPACE if c == " " else c).encode()]  # of each byte
         at = 0
         for piece, token in zip(spelled, ids, strict=True):

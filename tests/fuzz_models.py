@@ -98,12 +98,10 @@ def tokenizer_json(spm: bool) -> dict[str, Any]:
 
 
 def gguf_keys(spm: bool, merges: bool) -> dict[str, Any]:
-    """The tokenizer's keys of a GGUF."""
+    """The tokenizer's keys of a GGUF; of SentencePiece without merges a unigram model."""
     tokens = _padded(SPM if spm else BYTE_LEVEL)
     kinds = np.ones(len(tokens), np.int32)
     kinds[:3] = [2, 3, 3]
-    if spm:
-        kinds[[tokens.index("<0x0A>"), tokens.index("<0xC3>")]] = 6
     keys: dict[str, Any] = {
         "model": "llama" if spm else "gpt2",
         "tokens": tokens,
@@ -114,12 +112,10 @@ def gguf_keys(spm: bool, merges: bool) -> dict[str, Any]:
     if not spm:
         keys["pre"] = "llama-bpe" if merges else "smollm"
     if spm:
-        keys["scores"] = np.linspace(0, -1, len(tokens), dtype=np.float32)
+        keys["scores"] = -np.arange(len(tokens), dtype=np.float32) / (1 if merges else 7)
         keys["add_space_prefix"] = True
-    if merges:
-        keys["merges"] = ["h e", "l l", "ll o"] if spm else BYTE_MERGES
-    elif not spm:
-        keys["merges"] = BYTE_MERGES[:2]
+    else:
+        keys["merges"] = BYTE_MERGES if merges else BYTE_MERGES[:2]
     keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     return {**keys, "tokenizer.chat_template": CHAT}
 

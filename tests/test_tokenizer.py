@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -294,6 +295,39 @@ def test_sentencepiece_falls_back_to_bytes() -> None:
     assert space is not None
     assert pieces[space] == b"   "
     assert tokenizer.decode(tokenizer.encode("<0x41>")) == "<0x41>"
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_places_of_sentencepiece_tokens(prefix: bool, single: bool) -> None:
+    """A token stands in the text where its bytes do; bytes of one character where that does."""
+    settings = {"add_space_prefix": prefix, "remove_extra_whitespaces": single}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata() | keys)
+    more = [
+        "  a  b ",
+        " ",
+        "   ",
+        "<s> x </s>  y<extra>z",
+        "\U0001f600 \u2581x\u00e9",
+        "</s></s> a",
+    ]
+    for text in [*texts(), *more]:
+        ids = tokenizer.encode(text, bos=False)
+        spans, parts = tokenizer._encoder.spans(text), tokenizer.parts(ids, special=True)
+        begins = tokenizer.offsets(text)
+        assert len(spans) == len(ids) == len(begins)
+        assert begins == sorted(begins)
+        for token, (begin, end), part in zip(ids, spans, parts, strict=True):
+            stands = text[begin:end].replace("\u2581", " ")
+            if token in tokenizer.special_tokens or not 3 <= token < 259:  # no byte
+                wanted = part.decode()
+                if single:
+                    stands, wanted = re.sub(" +", " ", stands), re.sub(" +", " ", wanted)
+                # the space that is put before a text has no place in it
+                assert stands == wanted or (prefix and wanted == "" and len(stands) == 1), text
+            else:
+                assert part in stands.encode()
 
 
 def test_sentencepiece_without_a_space_before() -> None:

@@ -173,6 +173,31 @@ def test_a_panic_of_the_library_is_a_value_error(
         opened(model=unigram, pre_tokenizer=space, decoder=space).encode("b")
 
 
+def test_special_tokens_are_text_where_they_are_not_asked_for(opened: Open) -> None:
+    """Even where a word is taken whole, a merge would make one, or it is the unknown token."""
+    vocabulary = {"<u>": 0, "<": 1, "u": 2, ">": 3, "<u": 4, "b": 5, "ub": 6}
+    merges = ["< u", "<u >", "u b"]
+    model = {**MODEL, "vocab": vocabulary, "merges": merges, "unk_token": "<u>"}
+    space = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "never",
+        "split": False,
+    }
+    for whole in (False, True):
+        tokenizer = opened(
+            model={**model, "ignore_merges": whole},
+            added_tokens=[added("<u>", 0), added("b", 5)],
+            pre_tokenizer=space,
+            decoder=space,
+        )
+        assert tokenizer.encode("u<u>b") == [2, 0, 5]
+        assert tokenizer.encode("u<u>", special=False) == [2, 4, 3]
+        assert tokenizer.encode("<u>", special=False) == [4, 3]
+        assert tokenizer.encode("x<ub", special=False) == [0, 4, 0]  # 0: unknown
+        assert tokenizer.encode("u<u>b") == [2, 0, 5]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_damaged_charsmaps(opened: Open, seed: int) -> None:
     rng = random.Random(seed)
