@@ -23,7 +23,10 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Sessions and branches": ("BranchSession", "Branch", "DeviceArray", "CapacityError"),
     "Settings": ("Sampling", "ASKS", "CGEE", "RSBCM"),
     "Results": ("Generation", "Token", "Verdict", "Gate", "Stats"),
-    "Solving": ("solve", "search", "Approach", "Solution", "Node", "Phase"),
+    "Solving": (
+        *("solve", "search", "Approach", "Solution", "Node", "Phase"),
+        *("final_answer", "same_answer"),
+    ),
     "The guards on wordings": ("numbers", "same_numbers", "is_rewording"),
     "Calibration": ("calibrate", "calibrate_cgee"),
 }

@@ -70,9 +70,9 @@ def after(numbers: str, step: re.Match[str]) -> str | None:
         left.remove(a)
         left.remove(b)
         value = SIGNS[sign](Fraction(a), Fraction(b))
-        right = value == Fraction(result)
     except (ValueError, ZeroDivisionError):
         return None
+    right = rksc.same_answer(result, str(value))
     return " ".join(sorted([*left, str(value)], key=Fraction)) if right else None
 
 

@@ -16,10 +16,12 @@ except ModuleNotFoundError as _error:
         "An rksc that is installed elsewhere is found from other folders"
     ) from None
 
+from .answers import final_answer, same_answer
 from .calibrate import calibrate, calibrate_cgee
 from .config import ModelConfig
-from .guard import is_rewording, numbers, same_numbers
+from .guard import is_rewording, same_numbers
 from .load import Model, load
+from .number_words import numbers
 from .options import ASKS, CGEE, RSBCM, Sampling
 from .results import Gate, Generation, Stats, Token, Verdict
 from .search import search
@@ -53,9 +55,11 @@ __all__ = [
     "Verdict",
     "calibrate",
     "calibrate_cgee",
+    "final_answer",
     "is_rewording",
     "load",
     "numbers",
+    "same_answer",
     "same_numbers",
     "search",
     "solve",

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from . import _core
+from .answers import final_answer, is_answer
 from .bench import PHASES, Outcome, Work, alone, kv_bytes
 from .data import Problem, examples, worked
 from .load import Model, load
 from .options import Sampling
 from .prompts import VERIFY, Wordings
 from .render import clip, tree, wants_colour
-from .solve import Solution, final_answer, solve
+from .solve import Solution, solve
 
 SYSTEM = "You solve grade-school problems step by step, as in these examples.\n\n"
 INSTRUCTION = "End with a line 'Answer: <number>'."
@@ -113,7 +114,7 @@ def describe(model: Model, dtype: str, isa: str, n_threads: int) -> str:
 def judge(solution: Solution, gold: str) -> str:
     """The chosen answer against the right one. What was cut off before its end has none."""
     kids = [node for node in solution.nodes[1:] if node.finish_reason != "length"]
-    right = [node for node in kids if final_answer(solution.text(node)) == gold]
+    right = [node for node in kids if is_answer(final_answer(solution.text(node)), gold)]
     verdict = "the chosen answer is right" if solution.best in right else "the choice is wrong"
     if solution.best not in kids:
         verdict = "the chosen branch was cut off before its answer"

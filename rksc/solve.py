@@ -5,7 +5,6 @@ prefill -> fork -> generate -> level 1 or verify -> select
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Branch
+from .answers import final_answer
 from .arguments import integer
 from .options import Sampling
 from .progress import Progress
@@ -362,31 +362,3 @@ class Run:
             node.kept = True
         solution.answer = (final_answer if extract is None else extract)(solution.text())
         return solution
-
-
-_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
-
-
-def final_answer(text: str) -> str:
-    r"""The answer that a worked solution ends with.
-
-    What follows the last "####", "Answer:" or "answer is"; else the last \boxed{}; else the last
-    number; else the last line. Of a sentence with a number the number is taken.
-    """
-    marked = re.findall(r"(?:####|answer\s*(?:is\b|:))[\s*:]*([^\n]+)", text, re.IGNORECASE)
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    for found in (marked[-1:], boxed[-1:]):
-        if found:
-            return _bare(found[0])
-    values = re.findall(_NUMBER, text)
-    if values:
-        return _bare(values[-1])
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
-def _bare(answer: str) -> str:
-    values = re.findall(_NUMBER, answer)
-    if not values:
-        return answer.strip().strip("*$.").strip()
-    return str(values[-1]).replace(",", "")

@@ -5,7 +5,6 @@ The pytest plugin (`pytest --rksc-model PATH`) brings the session; these work wi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Branch
+from .answers import holds_answer, is_answer
+from .characters import tidy
 from .logits import log_softmax
+from .numerals import read
 from .results import Generation
 from .session import BranchSession, Text
 from .solve import Solution
@@ -51,20 +53,18 @@ def fidelity(branch: Branch, reference: Branch, continuation: Text) -> Fidelity:
     return Fidelity(float(kl.mean()), float(kl.max()), agreement, len(kl))
 
 
-_NUMBER = re.compile(
-    r"(?:(?<![\w.,])[$£€] ?)?(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?![.,]?\d)"
-)
-
-
 def normalised(text: str) -> str:
     """The text without what seldom makes an answer another one: white space, case, a closing full
-    stop, and how a number is written (1,234.50 is 1234.5; $12.00 is 12)."""
-
-    def plain(number: re.Match[str]) -> str:
-        decimals = (number[2] or "").rstrip("0").rstrip(".")
-        return number[1].replace(",", "") + decimals
-
-    return _NUMBER.sub(plain, " ".join(text.split()).casefold()).rstrip(".")
+    stop, and how a number is written (1,234.50 is 1234.5; $12.00 is 12; 3/4 is 0.75)."""
+    text = tidy(text)
+    parts = []
+    at = 0
+    for number in read(text):
+        before = text[at : number.start].casefold()
+        joins = before.endswith((",", ".", ":", "/", "'"))  # 5,$30 is no 5,30
+        parts += [before, " " * joins, number.spelling]
+        at = number.end
+    return " ".join("".join([*parts, text[at:].casefold()]).split()).rstrip(".")
 
 
 def assert_answer(
@@ -74,7 +74,8 @@ def assert_answer(
     normalise: Callable[[str], str] = normalised,
 ) -> None:
     """The answer is one of those expected: a Solution's answer equals it, a text contains it, as
-    whole words and numbers ("2" is not in "12", "2.5" or "-2"). Both after `normalise`.
+    whole words and numbers ("2" is not in "12", "2.5", "-2" or "3/2"). Both after `normalise`.
+    Numbers are equal however they are written; an expected one without a unit equals "50%", too.
 
     ValueError: nothing is expected, or an empty text.
     """
@@ -84,31 +85,13 @@ def assert_answer(
         raise ValueError(f"expected must be non-empty texts, got {expected!r}")
     if isinstance(result, Solution):
         found = result.answer
-        right = any(normalise(found) == normalise(text) for text in wanted)
+        right = any(is_answer(normalise(found), normalise(text)) for text in wanted)
     else:
         found = result if isinstance(result, str) else (result.text or "")
-        right = any(_contains(normalise(found), normalise(text)) for text in wanted)
+        right = any(holds_answer(normalise(found), normalise(text)) for text in wanted)
     if not right:
         tree = f"\n{result}" if isinstance(result, Solution) else ""
         raise AssertionError(f"answer {found!r}, expected {' or '.join(map(repr, wanted))}{tree}")
-
-
-# A letter or digit, but of no script that puts no spaces between words, or joins particles to them.
-_LETTER = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
-
-
-def _contains(text: str, part: str) -> bool:
-    """Whether the part stands in the text, cutting no word and no number."""
-    before = after = ""
-    if re.match(_LETTER, part[0]):
-        before = rf"(?<!{_LETTER})"
-    if re.match(_LETTER, part[-1]):
-        after = rf"(?!{_LETTER})"
-    if part[0].isdecimal():  # neither decimals, nor digits after a group, nor without the sign
-        before += rf"(?<!\d[.,])(?<!(?<!{_LETTER})[-\u2212.])"
-    if part[-1].isdecimal():
-        after += r"(?![.,]\d)"
-    return re.search(before + re.escape(part) + after, text) is not None
 
 
 def assert_confidence(

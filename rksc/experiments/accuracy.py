@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..answers import same_answer
 from ..load import Model
 from .cgee import N_BRANCHES, PRESETS, _counts, answer_item, answered
 from .fitting import Verified
@@ -89,7 +90,7 @@ def _row(mine: Sequence[Choice], full: Sequence[Choice]) -> tuple[Any, ...]:
     )
     # full verification does not differ from itself, by no chance
     low, high = (0.0, 0.0) if mine is full else paired(gained, lost, right.n)
-    other = rate([a != b for (a, _), (b, _) in zip(mine, full, strict=True)])
+    other = rate([not same_answer(a, b) for (a, _), (b, _) in zip(mine, full, strict=True)])
     return (
         100 * right.value, 100 * right.low, 100 * right.high,
         100 * (gained - lost) / right.n, 100 * low, 100 * high, gained, lost,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..answers import same_answer
 from ..load import Model
 from ..options import CGEE
 from .fitting import CGEECalibration, Verified, fit_cgee, layers_run, lens_costs, more_saved, saved
@@ -137,7 +138,7 @@ def _row(
     judged = [v.judge(settings) for v in verified]
     changed = [j.winner != v.winner for j, v in zip(judged, verified, strict=True)]
     answers_changed = [
-        r["answer"][j.winner] != r["answer"][v.winner]
+        not same_answer(r["answer"][j.winner], r["answer"][v.winner])
         for r, j, v in zip(results, judged, verified, strict=True)
     ]
     right = [r["right"][j.winner] for r, j in zip(results, judged, strict=True)]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..answers import same_answer
 from ..bench import PHASES, Clock, Work, alone
 from ..load import Model
 from ..options import ASKS, CGEE, Sampling
@@ -220,7 +221,7 @@ def _outcome(
         "computed": sum(phase.tokens for phase in clock.phases.values()),
         "winner": winner,
         "answer": answer,
-        "right": answer == case.problem.answer if case.problem.answer else None,
+        "right": case.problem.is_right(answer) if case.problem.answer else None,
         "verified": sum(s is not None for s in scores),
         "approximate": sum(approximate),
         "branches": len(texts),
@@ -238,7 +239,9 @@ def _row(
     seconds = {p: float(np.mean([r["seconds"][p] for r in mine])) for p in PHASES}
     total, bare, cached = (_seconds(results) for results in (mine, no_kv, exact))
     changed = rate([a["winner"] != b["winner"] for a, b in zip(mine, exact, strict=True)])
-    answers = rate([a["answer"] != b["answer"] for a, b in zip(mine, exact, strict=True)])
+    answers = rate(
+        [not same_answer(a["answer"], b["answer"]) for a, b in zip(mine, exact, strict=True)]
+    )
     branches = sum(r["branches"] for r in mine)
     known = [r["right"] for r in mine if r["right"] is not None]
     return (

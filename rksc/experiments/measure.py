@@ -261,14 +261,14 @@ def _judged(
     greedy = row.read(_said(first))
     return {
         "answer": read,
-        "right": [answer == row.answer for answer in read],
+        "right": [row.is_right(answer) for answer in read],
         "tokens": [kid.n_tokens - kid.n_prompt for kid in kids],
         "confidence": [kid.confidence for kid in kids],
         "score": [verdict.score for verdict in verdicts],
         "mass": [verdict.mass for verdict in verdicts],
         "approximate": [kid.approximate for kid in kids],
         "greedy answer": greedy,
-        "greedy right": greedy == row.answer,
+        "greedy right": row.is_right(greedy),
         "question tokens": len(question),
         "lenses": _see(bench, kids, question, yes, no),
     }

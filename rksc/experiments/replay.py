@@ -6,6 +6,7 @@ A mirror in NumPy; tests/test_experiments.py holds it against the C functions an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..answers import answer_key
 from ..options import CGEE
 
 Floats = NDArray[np.float64]
@@ -135,12 +137,8 @@ def select(scores: Any, confidence: Any) -> int:
 
 
 def majority(answers: Sequence[str]) -> int:
-    """Index of the first branch with the most frequent non-empty answer (0 without any)."""
-    votes: dict[str, int] = {}
-    for answer in answers:
-        if answer:
-            votes[answer] = votes.get(answer, 0) + 1
-    if not votes:
-        return 0
-    top = max(votes.values())
-    return next(i for i, answer in enumerate(answers) if votes.get(answer) == top)
+    """Index of the first branch with the most frequent non-empty answer (0 without any). Answers
+    are one where `same_answer` says so: 4.00, $4 and 4 vote together."""
+    keys = [answer_key(answer) if answer else None for answer in answers]
+    votes = Counter(key for key in keys if key is not None)
+    return keys.index(votes.most_common(1)[0][0]) if votes else 0

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..answers import final_answer, same_answer
 from ..load import Model
 from ..prompts import INSTRUCTION
-from ..solve import final_answer
 from .fitting import Gate, Seen, fit, see
 from .measure import POSITIONS, continuations, mean_of
 from .plots import bars, errorbars
@@ -236,12 +236,11 @@ def _continuations(lab: Lab, held: Sequence[Wording], meta: Any) -> tuple[Table,
     for kind, both in followed.items():
         if not both:
             continue
-        answer = rate([final_answer(a["text"]) != final_answer(b["text"]) for a, b in both])
+        answer = rate([_differ(a["text"], b["text"]) for a, b in both])
         winner = rate([a["winner"] != b["winner"] for a, b in both])
         kl = [mean_of(a["kl"]) for a, _ in both if a.get("kl")]
         agree = [k for a, _ in both for k in a.get("agree", ())]
-        greedy = rate([final_answer(a["greedy"]) != final_answer(b["greedy"])
-                       for a, b in both if "greedy" in a])  # fmt: skip
+        greedy = rate([_differ(a["greedy"], b["greedy"]) for a, b in both if "greedy" in a])
         rows.append((
             kind, *_rate(winner), *_rate(answer), *(_rate(greedy) if greedy.n else (None,) * 3),
             *((float(np.median(kl)), *median_interval(kl)) if kl else (None,) * 3),
@@ -267,6 +266,10 @@ def _continuations(lab: Lab, held: Sequence[Wording], meta: Any) -> tuple[Table,
         Table("rewording", "Divergence along the own greedy continuation (median)", divergence,
               by_position, meta),
     )  # fmt: skip
+
+
+def _differ(a: str, b: str) -> bool:
+    return not same_answer(final_answer(a), final_answer(b))
 
 
 def _one_of_each(pairs: Sequence[Pair]) -> list[Pair]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ..answers import final_answer, is_answer
 from ..prompts import INSTRUCTION
-from ..solve import final_answer
 from .stats import halves
 
 N_CENTRE = 24  # questions that a centre is made from
@@ -38,6 +38,10 @@ class Problem:
         """The question, with lettered choices below."""
         lines = [f"{chr(65 + i)}. {choice}" for i, choice in enumerate(self.choices)]
         return "\n".join([self.question, *lines])
+
+    def is_right(self, answer: str) -> bool:
+        """Whether an answer that was read is the known one, however its number is written."""
+        return is_answer(answer, self.answer)
 
     @property
     def instruction(self) -> str:
