@@ -149,9 +149,7 @@ class _Said(NamedTuple):
 _WRAPPED = re.compile(
     r"\\(?:text(?:bf|it|rm|tt|sf)?|math(?:bf|rm|it|sf)|mbox|operatorname)\*? ?\{([^{}]*)\}"
 )
-_UNSEEN = re.compile(
-    r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\]]|</?[A-Za-z][^<>]{0,20}>"
-)
+_UNSEEN = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\]]|</?[A-Za-z]{1,12}>")
 _MARK = re.compile(
     r"(####|answers?[*_`'\"]{0,3}\s{0,3}[:=]|^[ \t#*_]*(?:the |my )?(?:final )?answers?[ \t*_.]*$)"
     r"|answers?(?:\s(?:to|for|of)\b[^\n.?!:=]{0,60}?)?[\s*_]{1,8}"

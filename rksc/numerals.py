@@ -134,6 +134,7 @@ _UNLISTED = [
     re.compile(r"(?P<whole>[1-9]\d?(?:,\d\d)+,\d{3})(?:\.(?P<part>\d+))?"),
 ]  # fmt: skip
 _GROUP = re.compile(r",0\d")
+_OPENS, _CLOSES = set("([{,"), set(")]},")  # a list's
 _NO_DIGITS = re.compile(r"\D+")
 
 
@@ -170,7 +171,8 @@ def _drafts(text: str, at: int) -> list[tuple[int, _Draft]]:
     if run[0].isdecimal():
         return [(at, _number(run.end(), run[0]))]
     pieces = [_Piece(_mark(m[1] or ""), m[2], m.start(2), m.end()) for m in _PIECE.finditer(run[0])]
-    listed = text[at - 1 : at] in set("([{") or text[run.end() : run.end() + 1] in set(")]}\\")
+    after = text[run.end() : run.end() + 2]
+    listed = text[at - 1 : at] in _OPENS and (after[:1] in _CLOSES or after == "\\}")
     made = []
     for part in _parted(pieces, listed):
         start = at if part is pieces else at + part[0].start
@@ -368,6 +370,7 @@ def _numeral(text: str, start: int, draft: _Draft, whole: Numeral | None) -> Num
         draft = draft._replace(written=shown, values=(value,), key=value)
         sign = Sign(whole.start, "-" if minus else "", whole.dashed, whole.joined, sign.money)
     unit, end = "", draft.end
+    hour = end  # where one ends before its am or pm
     if _SOMETHING.match(text, end):
         draft, unit = _with_unit(text, _scaled(text, _calculated(text, draft), sign.money))
         money = _MONEY_AFTER.match(text, draft.end)
@@ -392,7 +395,7 @@ def _numeral(text: str, start: int, draft: _Draft, whole: Numeral | None) -> Num
         shown = shown and shown + unit
     elif unit:
         key = (f"{draft.written}:00" if draft.whole else bare, unit)
-        shown += f" {unit}"
+        shown += f" {text[hour : draft.end].strip(SPACES)}"
     return Numeral(sign.start, end, shown, values, key, bare, unit, sign.dashed, sign.joined)
 
 

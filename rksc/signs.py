@@ -43,7 +43,7 @@ _VERBS = {
     *("about", "around", "only", "over", "under", "below", "above"),
 }
 # What most numbers follow, seen at one look: nothing that could be a sign, or join.
-_NO_SIGN = re.compile(r"(?<=[A-DF-LN-RT-Za-df-ln-rt-z\d,.;:(\[] )|(?<=[(\[,:;=<>\n])")
+_NO_SIGN = re.compile(r"(?<=[A-DF-LN-RT-Za-df-ln-rt-z\d,.;:(\[] )|(?<=[(\[,:;=<>])")
 _UNSIGNED = ("", False, False, False)
 _CODES = {"usd", "eur", "gbp", "inr", "cad", "aud", "chf", "jpy", "cny", "rmb", "rs"}
 
@@ -63,7 +63,9 @@ def sign_of(text: str, at: int) -> Sign:
         return _after_dash(text, start, end - 1, money)
     if before == "+" and not spaced and not _operand(text, end - 1):
         start = end - 1
-    elif spaced and before in "esES":
+    elif spaced or before == "\n":
+        if before == "\n":
+            end = _back(text, end - 1)
         word = _word_before(text, end)
         if word == "minus" and _is_term(text, _back(text, end - 5)):
             return Sign(start, "", True, False, money)
@@ -91,8 +93,10 @@ def _after_dash(text: str, start: int, dash: int, money: bool) -> Sign:
     if text[dash] == "⁻":
         return minus._replace(joined=True)
     if text[dash] == "—":
-        opens = text[_back(text, dash) - 1 : _back(text, dash)] in ("", *"\n([{=:")
-        return minus if opens and not spaced else parted._replace(dashed=False)
+        end = _back(text, dash)
+        last = text[end - 1 : end]
+        opens = last in ("", *"\n([{=:")
+        return minus if opens and not spaced else parted._replace(dashed=last.isdecimal())
     if before == "-":
         end = dash
         while text[end - 1 : end] == "-":

@@ -74,7 +74,7 @@ STATED = [
     ("Answer: 12 000", "12000"),
     ("Answer: 1,00,000 rupees", "100000"),
     ("Answer: 3 pm", "3 pm"),
-    ("Answer: 12:30 PM", "12:30 pm"),
+    ("Answer: 12:30 PM", "12:30 PM"),
     ("Answer: 5 M&Ms", "5"),
     ("答案是12。", "12"),
     ("Answer: ٣", "3"),

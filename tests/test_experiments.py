@@ -285,6 +285,25 @@ def test_numbers_are_read_and_choices_shown() -> None:
     assert CHOICE.text == "Which?\nA. x\nB. y\nC. z"
 
 
+@pytest.mark.parametrize(
+    ("answer", "said", "right"),
+    [
+        ("12", "Answer: $12.00", True),
+        ("1200", "Answer: 1{,}200 apples", True),
+        ("-3", "#### \u22123", True),
+        ("50", "The answer is 50%.", True),  # a known answer names no unit
+        ("30", "Answer: 12:30", False),
+        ("4", "Answer: 3/4", False),
+        ("3", "Answer: -3", False),
+        ("12", "", False),
+    ],
+)
+def test_numbers_are_right_however_they_are_written(answer: str, said: str, right: bool) -> None:
+    row = Problem("g", "How many?", answer)
+    assert row.is_right(row.read(said)) is right
+    assert CHOICE.is_right(CHOICE.read("Answer: b")) and not CHOICE.is_right("A")
+
+
 def test_words_turn_round() -> None:
     assert turned("He has 3 more than she.") == "He has 3 fewer than she."
     assert turned("5 minutes more") == "5 minutes fewer"
@@ -846,6 +865,10 @@ def test_select_and_majority() -> None:
     assert select([None, None], [0.1, 0.2]) == 1
     assert majority(["3", "", "4", "4", "", ""]) == 2
     assert majority(["", ""]) == 0
+    assert majority(["5", "4.00", "5", "$4", "4", "5 M"]) == 1  # one answer in three notations
+    assert majority(["30", "12:30", "-3", "3", "12:30"]) == 1
+    assert majority(["a", "b", "A", "b.", "A."]) == 0
+    assert majority([r"\frac{1}{2}", "2", "0.5", "2"]) == 0
 
 
 # ---- guards ------------------------------------------------------------------------------------

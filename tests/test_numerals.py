@@ -85,7 +85,7 @@ def values(text: str) -> list[object]:
         ("12cm 1980s 4-inch 5°", [12, 1980, 4, 5]),
         # times, dates and the like: one number each, and none of its parts
         ("12:30 7:30 PM 3 pm 3 a.m. 3:5 12:30:45",
-         ["12:30", "7:30 pm", "3 pm", "3 am", "3:5", "12:30:45"]),
+         ["12:30", "7:30 PM", "3 pm", "3 a.m.", "3:5", "12:30:45"]),
         ("1.2.30 12/25/2024 2024-01-05 555-123-4567",
          ["1.2.30", "12/25/2024", "2024-01-05", "555-123-4567"]),
         # other digits
@@ -136,7 +136,8 @@ def test_a_dash_that_parts_is_no_sign(text: str, dash: str, expected: list[objec
         ("minus 5, negative 5, is minus 5", [-5, -5, -5]),
         ("10 minus 5, x minus 5", [10, 5, 5]),
         ("—5\n—5", [-5, -5]),
-        ("word—5, word -- 5, word--5", [5, 5, 5]),
+        ("word—5, word -- 5, word--5, 9 — 5", [5, 5, 5, 9, 5]),
+        ("it is minus\n5", [-5]),
         ("+5 x=+5 x+5", [5, 5, 5]),
         ("±5 +/-5", ["±5", "±5"]),
         (r"\pm 5", ["±5"]),
@@ -300,10 +301,10 @@ CRAFTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1 << 15, pytest.param(1 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1 << 15, pytest.param(1 << 18, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("piece", CRAFTED)
 def test_crafted_texts_are_read_in_linear_time(piece: str, size: int) -> None:
-    """Quadratic work over a megabyte would take hours."""
+    """Quadratic work over a quarter of a megabyte would take hours."""
     text = (piece * size)[:size]
     start = time.perf_counter()
     assert same_numbers(text, text)

@@ -153,6 +153,39 @@ def test_semantic_router_another_number_is_a_hit(
     assert accepted["changed"] == 0
 
 
+SIGNS = [
+    ("How many integers lie in the interval [-5, 3]?",
+     "Count the integers that lie in the interval [5, 3]."),
+    ("The points are (3,-5) and (0,0). What is the slope of the line?",
+     "Find the slope of the line through the points (3,5) and (0,0)."),
+    ("A firm earns $5M a year. What does it earn in 3 years?",
+     "What does a firm with earnings of $5B a year earn in 3 years?"),
+    ("At \u20135 degrees, how far is it to 3 degrees?",
+     "How far is it from 5 degrees to 3 degrees?"),
+]  # fmt: skip
+
+
+def test_semantic_router_a_lost_sign_is_a_hit(smollm2: rksc.Model) -> None:
+    """The numbers that differ in a sign or scale alone are told apart, in a session with all
+    defaults; without the guard hidden states take some of these pairs for rewordings."""
+    session = smollm2.session(kv_bytes="64MiB", dtype="float32")
+    ask = "\nThink step by step, then write the final answer.\n"
+    base = ["Solve the inequality.", "A farmer has cows and hens.", "How do I boil an egg?",
+            "Compute the integral of x squared.", "What is the capital of France?",
+            "Name three colours of the rainbow."]  # fmt: skip
+    center = session.layer_means([text + ask for text in base])
+    accepted = 0
+    for a, b in SIGNS:
+        session.asks = ASKS(center=center)
+        root = session.prefill(a + ask)
+        other = session.prefill(b + ask, similar_to=root)
+        assert other.gate.reason == "guard" and not other.approximate
+        assert np.array_equal(other.tokens, other.prompt)
+        session.asks = ASKS(center=center, guard=None)
+        accepted += session.prefill(b + ask + "\n", similar_to=root).gate.accepted
+    assert accepted > 0, "no pair was near enough to need a guard"
+
+
 @pytest.mark.parametrize("shift", [1, 4, P, P + 3])
 @pytest.mark.parametrize("tau", [-2.0, 2.0], ids=["accept", "reject"])
 def test_memos_kv_moves_to_another_position(tau: float, shift: int, make_session: Factory) -> None:

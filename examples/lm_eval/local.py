@@ -14,7 +14,9 @@ from typing import Any
 
 from datasets import Dataset
 
-import rksc.clients.lm_eval  # noqa: F401  # registers the model
+import rksc
+import rksc.clients.lm_eval  # registers the model
+from rksc.answers import is_answer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -33,3 +35,8 @@ def splits(problems: str, lent: int = 0, **unused: Any) -> dict[str, Dataset]:
         "examples": Dataset.from_list(examples + asked[kept:]),
         "test": Dataset.from_list(asked[:kept]),
     }
+
+
+def graded(doc: dict[str, Any], results: list[str]) -> dict[str, bool]:
+    """Whether the last answer that a text states is the known number, 1,000 or $1000.00."""
+    return {"exact_match": is_answer(rksc.final_answer(results[0]), doc["answer"])}
