@@ -72,6 +72,8 @@ def plain(text: str, limit: int = _MESSAGE) -> str:
     """The text for a message: printable, on one line, its middle left out where it is long."""
     if len(text) > limit:
         text = f"{text[: limit - limit // 3]} ... {text[-(limit // 3) :]}"
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -115,10 +117,10 @@ def map_file(path: Path) -> memoryview:
 def read_bytes(path: Path, limit: int = _JSON_LIMIT) -> bytes:
     """All of a file; ValueError where it has more than `limit` bytes."""
     with opened(path) as file:
-        data = file.read(limit + 1)
-        if len(data) > limit:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
             raise ValueError(f"more than {limit >> 20} MiB, which no file of this kind needs")
-        return data
+        return file.read(size)
 
 
 def what_is(head: bytes) -> str | None:
