@@ -93,6 +93,9 @@ def _check_model(model: Any) -> int:
         unknown = model.get("unk_id")
         if unknown is not None and not 0 <= (as_int(unknown) or 0) < len(vocabulary):
             raise ValueError(f"model.unk_id {shown(unknown)} is outside the vocabulary")
+    elif kind in ("BPE", "Unigram"):
+        form = "an object" if kind == "BPE" else "a list"
+        raise ValueError(f"model.vocab must be {form} for {kind}, got {shown(vocabulary)}")
     else:
         raise ValueError(f"model.type {shown(kind)} is not supported (BPE, Unigram)")
     for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import model_files
-from fuzz_models import Seed
+from fuzz_models import CHAT, Seed
 
 Chance = random.Random
 
@@ -128,6 +128,8 @@ def change_json(chance: Chance, value: Any) -> Any:
     value = copy.deepcopy(value)
     if chance.random() < 0.02:
         return chance.choice(VALUES)
+    if isinstance(value, dict) and "chat_template" in value and chance.random() < 0.2:
+        return value | {"chat_template": chat_template(chance)}
     places = list(_places(value))
     if not places:
         return chance.choice(VALUES)
@@ -151,6 +153,13 @@ def change_json(chance: Chance, value: Any) -> Any:
     else:
         container.extend(container[: chance.randrange(1, 9)] * chance.choice((1, 2, 50)))
     return value
+
+
+def chat_template(chance: Chance) -> str:
+    """A bad one, or a good one with something bad in it."""
+    at = chance.randrange(len(CHAT) + 1)
+    bad = chance.choice(TEMPLATES)
+    return bad if chance.random() < 0.3 else CHAT[:at] + bad + CHAT[at:]
 
 
 def vary(chance: Chance, value: Any) -> Any:
@@ -396,7 +405,7 @@ def change_gguf(chance: Chance, data: bytes) -> bytes:
 
 def _change_key(chance: Chance, p: Pieces) -> None:
     key = chance.choice(p.keys)
-    way = chance.randrange(8)
+    way = chance.randrange(9)
     strings = [
         k for k in p.keys if k[1] == 9 and k[2][:4] == struct.pack("<I", 8) and len(k[2]) > 12
     ]
@@ -414,6 +423,11 @@ def _change_key(chance: Chance, p: Pieces) -> None:
     elif way == 6 and strings:
         key = chance.choice(strings)
         key[2] = _change_strings(chance, key[2])
+    elif way == 7:
+        text = chat_template(chance).encode("utf-8", "replace")
+        p.keys = [k for k in p.keys if k[0] != b"tokenizer.chat_template"]
+        p.keys.append([b"tokenizer.chat_template", 8, model_files._string(text)])
+        p.counts[1] = len(p.keys)
     elif key[1] == 9 and len(key[2]) > 16:  # within an array of numbers
         key[2] = key[2][:12] + change_bytes(chance, key[2][12:])
     elif key[1] not in (8, 9):
@@ -457,7 +471,7 @@ def change_file(chance: Chance, name: str, data: bytes) -> bytes:
     if name.endswith(".json") and chance.random() < 0.9:
         return to_json(change_json(chance, json.loads(data)))
     if name.endswith(".jinja"):
-        return str(vary(chance, data.decode())).encode("utf-8", "replace")
+        return chat_template(chance).encode("utf-8", "replace")
     return change_bytes(chance, data)
 
 
@@ -484,7 +498,7 @@ def write_damaged(chance: Chance, seed: Seed, folder: Path) -> str:
             continue
         try:
             files[name] = change_file(chance, name, files[name])
-        except (ValueError, RecursionError, struct.error, IndexError, TypeError):
+        except Exception:
             files[name] = change_bytes(chance, files[name])  # it was damaged already
     folder.mkdir()
     for name, data in files.items():

@@ -7,8 +7,8 @@ make its tokenizer and a session, encode, generate, decode, render a chat. What 
 that, or a ValueError that names the file. What may not: another exception, a crash, more than 2 s
 of processor time, more than 500 MB of memory, an error that cannot be printed.
 
-Runs are numbered, and the seed and the number decide the input: `--only` repeats a run in this
-process. They happen in a worker, which this process watches; a new one takes over where one ends.
+Runs are numbered, and the seed and the number decide the input: `--only` repeats one. They
+happen in a worker, which this process watches; a new one takes over where one ends.
 Under sanitizers as in .ci/run. Exit status 1 and the inputs in --keep when something was found.
 """
 
@@ -43,8 +43,17 @@ SECONDS, BYTES = 2.0, 500e6
 _PATIENCE = 30.0  # seconds by the clock without a word: a wait, not work
 _WORKER_BYTES = 2 << 30
 _WORKER_RUNS = 2000  # then a fresh one, so that a leak shows as memory, not as the machine's end
-_TEXT = "hello, <|im_end|> a \u00e9\n"
+_TEXTS = (
+    "hello, <|im_end|> a \u00e9\n",
+    "",
+    " " * 40,
+    "a" * 3000,
+    "\x00\u65e5\U0001f600 12\t<0x0A>",
+)
 _MESSAGES = [{"role": "user", "content": "hello <|im_end|>"}]
+
+# Of a process of its own; by itself it may take 2 s, which would be most of the time here.
+rksc.template.SECONDS = 0.25
 
 Trial = Callable[[random.Random, Path], str]
 
@@ -73,7 +82,7 @@ def trial(chance: random.Random, path: Path) -> str:
     ids = [1, 2, 3]
     if tokenizer is not None:
         try:
-            ids = tokenizer.encode(_TEXT)[:8]
+            ids = tokenizer.encode(chance.choice(_TEXTS))[:8]
             tokenizer.decode(ids)
             if tokenizer.chat_template is not None and chance.random() < 0.1:
                 rksc.chat.encode_chat(tokenizer, _MESSAGES)
@@ -268,14 +277,16 @@ def _work(runner: Runner, first: int, end: int, pipe: int, said: int) -> None:
         os._exit(status)
 
 
-def fuzz(seed: int, runs: int, try_it: Trial = trial, keep: Path | None = None) -> Summary:
+def fuzz(
+    seed: int, runs: int, try_it: Trial = trial, keep: Path | None = None, first: int = 0
+) -> Summary:
     """All runs; each fault is printed, and its input kept, as it comes."""
     summary = Summary()
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as scratch:
         runner = Runner(seed, Path(scratch) / "m", try_it)
-        at = 0
-        while at < runs:
-            worker = Worker(runner, at, runs)
+        at = first
+        while at < first + runs:
+            worker = Worker(runner, at, first + runs)
             for run in worker.results():
                 summary.add(run)
                 if run.fault is not None:
@@ -301,18 +312,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5000)
-    parser.add_argument("--only", type=int, metavar="RUN", help="this run, in this process")
+    parser.add_argument("--only", type=int, metavar="RUN", help="this run alone")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where inputs of faults go")
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("RUST_BACKTRACE", "0")
-    if options.only is not None:
-        with tempfile.TemporaryDirectory(dir=_fast_folder()) as scratch:
-            run = Runner(options.seed, Path(scratch) / "m").run(options.only)
-        print(run)
-        return int(run.fault is not None)
+    first, runs = (0, options.runs) if options.only is None else (options.only, 1)
     began = time.monotonic()
-    summary = fuzz(options.seed, options.runs, keep=options.keep)
+    summary = fuzz(options.seed, runs, keep=options.keep, first=first)
     print(summary)
     print(
         f"{summary.runs:,} runs of seed {options.seed} in {time.monotonic() - began:.0f} s: "

@@ -14,7 +14,6 @@ import numpy as np
 Files = dict[str, bytes]
 
 SMALL: dict[str, Any] = model_files.TINY | {
-    "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -43,23 +42,54 @@ SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,!?0123456789"
 BYTE_LEVEL = [*SPECIAL, *LETTERS, "\u0120", "\u010a", "ab", "he", "\u0120h", "llo", "ll", "lo"]
 BYTE_MERGES = ["a b", "h e", "\u0120 h", "l l", "l o", "ll o"]
-SPM = [*SPECIAL, *LETTERS, "\u2581", "<0x0A>", "<0xC3>", "he", "ll", "llo", "\u2581h", "\u2581he"]
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+SPM = [*SPECIAL, *BYTES, *LETTERS, "\u2581", "he", "ll", "llo", "\u2581h", "\u2581he"]
+SPM_MERGES = ["h e", "l l", "ll o", "\u2581 h", "\u2581h e"]
 
 
 def _padded(tokens: list[str]) -> list[str]:
-    return tokens + [f"[{i}]" for i in range(len(tokens), SMALL["vocab_size"])]
+    return tokens + [f"[{i}]" for i in range(len(tokens), 64 if len(tokens) <= 64 else 320)]
 
 
-def tokenizer_json(spm: bool) -> dict[str, Any]:
-    """A tokenizer.json as the tokenizers library writes it."""
-    tokens = _padded(SPM if spm else BYTE_LEVEL)
+def tokenizer_json(kind: str) -> dict[str, Any]:
+    """A tokenizer.json as the tokenizers library writes it: byte-level, "split" by a pattern first,
+    as of SentencePiece by a "metaspace" or a "legacy" normalizer, or a "unigram" model."""
+    byte_level = kind in ("bytes", "split")
+    tokens = _padded(BYTE_LEVEL if byte_level else SPM)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    space = {
-        "type": "Metaspace",
-        "replacement": "\u2581",
-        "prepend_scheme": "first",
-        "split": False,
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
+    space |= {"split": False}
+    split = {"type": "Split", "pattern": {"Regex": "\\p{N}{1,3}| ?\\p{L}+|\\s+"}, "invert": False}
+    split |= {"behavior": "Isolated"}
+    to_space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    from_space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    legacy = [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    pre, decoder = space, space
+    if byte_level:
+        decoder = level | {"use_regex": True}
+        steps = [split, level | {"use_regex": False}]
+        pre = {"type": "Sequence", "pretokenizers": steps} if kind == "split" else decoder
+    normalizers: dict[str, Any] = {
+        "bytes": {"type": "NFC"},
+        "legacy": {"type": "Sequence", "normalizers": [prepend, from_space]},
     }
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None if byte_level else "<unk>",
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": not byte_level,
+        "byte_fallback": not byte_level,
+        "ignore_merges": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": BYTE_MERGES if byte_level else SPM_MERGES,
+    }
+    if kind == "unigram":
+        scores = [[token, -float(i)] for i, token in enumerate(tokens)]
+        model = {"type": "Unigram", "unk_id": 0, "vocab": scores, "byte_fallback": True}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
         "version": "1.0",
@@ -68,8 +98,8 @@ def tokenizer_json(spm: bool) -> dict[str, Any]:
         "added_tokens": [
             {"id": i, "content": text, **added, "special": True} for i, text in enumerate(SPECIAL)
         ],
-        "normalizer": None if spm else {"type": "NFC"},
-        "pre_tokenizer": space if spm else {**level, "use_regex": True},
+        "normalizer": normalizers.get(kind),
+        "pre_tokenizer": None if kind == "legacy" else pre,
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [
@@ -81,24 +111,15 @@ def tokenizer_json(spm: bool) -> dict[str, Any]:
                 SPECIAL[1]: {"id": SPECIAL[1], "ids": [1], "tokens": [SPECIAL[1]]}
             },
         },
-        "decoder": space if spm else {**level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>" if spm else None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": spm,
-            "byte_fallback": spm,
-            "ignore_merges": False,
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": ["h e", "l l", "ll o"] if spm else BYTE_MERGES,
-        },
+        "decoder": {"type": "Sequence", "decoders": legacy} if kind == "legacy" else decoder,
+        "model": model,
     }  # fmt: skip
 
 
-def gguf_keys(spm: bool, merges: bool) -> dict[str, Any]:
-    """The tokenizer's keys of a GGUF; of SentencePiece without merges a unigram model."""
+def gguf_keys(pre: str) -> dict[str, Any]:
+    """The tokenizer's keys of a GGUF: byte-level by the rule `pre`, or of SentencePiece, where
+    scores that are ranks say "bpe", others "unigram"."""
+    spm = pre in ("bpe", "unigram")
     tokens = _padded(SPM if spm else BYTE_LEVEL)
     kinds = np.ones(len(tokens), np.int32)
     kinds[:3] = [2, 3, 3]
@@ -109,13 +130,12 @@ def gguf_keys(spm: bool, merges: bool) -> dict[str, Any]:
         "unknown_token_id": 0,
         "add_bos_token": True,
     }
-    if not spm:
-        keys["pre"] = "llama-bpe" if merges else "smollm"
     if spm:
-        keys["scores"] = -np.arange(len(tokens), dtype=np.float32) / (1 if merges else 7)
+        kinds[3 : 3 + len(BYTES)] = 6
+        keys["scores"] = -np.arange(len(tokens), dtype=np.float32) / (1 if pre == "bpe" else 7)
         keys["add_space_prefix"] = True
     else:
-        keys["merges"] = BYTE_MERGES if merges else BYTE_MERGES[:2]
+        keys |= {"pre": pre, "merges": BYTE_MERGES}
     keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     return {**keys, "tokenizer.chat_template": CHAT}
 
@@ -130,36 +150,39 @@ class Seed:
 
 
 def seeds() -> list[Seed]:
-    """Every kind of file that rksc reads."""
-    found = [
-        _folder("hf-llama", {"rope_scaling": LLAMA3}, spm=False, dtype="F32"),
-        _folder("hf-qwen2-tied", {**QWEN2, "tie_word_embeddings": True}, spm=False, dtype="BF16"),
-        _folder("hf-mistral-shards", MISTRAL, spm=True, dtype="F16", shards=2),
-        _gguf("gguf-llama", {}, gguf_keys(spm=True, merges=False), "F32"),
-        _gguf("gguf-llama-merges", {"rope_scaling": LLAMA3}, gguf_keys(True, True), "Q8_0"),
-        _gguf("gguf-gpt2", {}, gguf_keys(False, True), "Q4_0"),
-        _gguf("gguf-qwen2", {**QWEN2, "tie_word_embeddings": True}, gguf_keys(False, False), "F16"),
-        _gguf("gguf-split", {}, gguf_keys(True, True), "Q5_1", shards=2),
-    ]  # fmt: skip
+    """Every kind of file that rksc reads; those of more than 100 kB are rarer."""
+    tied = QWEN2 | {"tie_word_embeddings": True}
+    small = [
+        _folder("hf-llama", {"rope_scaling": LLAMA3}, "split", "F32"),
+        _folder("hf-qwen2-tied", tied, "bytes", "BF16"),
+        _folder("hf-mistral-shards", MISTRAL, "metaspace", "F16", shards=2),
+        _folder("hf-llama-legacy", {"attention_bias": True}, "legacy", "BF16"),
+        _folder("hf-unigram", {}, "unigram", "F16"),
+        _gguf("gguf-llama", {}, "bpe", "Q8_0"),
+        _gguf("gguf-gpt2", {"rope_scaling": LLAMA3}, "llama-bpe", "Q4_0"),
+        _gguf("gguf-qwen2", tied, "qwen2", "F16"),
+        _gguf("gguf-smollm", {}, "smollm", "F32"),
+        _gguf("gguf-split", {}, "unigram", "Q5_1", shards=2),
+    ]
     wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 1}
-    wide |= {"num_key_value_heads": 1, "vocab_size": 64, "head_dim": 8}
+    wide |= {"num_key_value_heads": 1}
     types = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-    kinds = [_gguf(f"gguf-{kind}", wide, gguf_keys(True, False), kind) for kind in types]
-    return found * 4 + kinds
+    return small * 4 + [_gguf(f"gguf-{kind}", wide, "tekken", kind) for kind in types]
 
 
 def _read(folder: Path) -> Files:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def _folder(name: str, changes: dict[str, Any], *, spm: bool, dtype: str, shards: int = 1) -> Seed:
-    config = SMALL | changes
+def _folder(name: str, changes: dict[str, Any], kind: str, dtype: str, shards: int = 1) -> Seed:
+    described = tokenizer_json(kind)
+    config = SMALL | {"vocab_size": len(described["model"]["vocab"])} | changes
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model_files.write_hf(folder, model_files.random_weights(config), config, dtype, shards)
         others: dict[str, Any] = {
             "generation_config.json": {"bos_token_id": 1, "eos_token_id": [2, 3], "top_k": 40},
-            "tokenizer.json": tokenizer_json(spm),
+            "tokenizer.json": described,
             "tokenizer_config.json": {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "add_bos_token": True,
@@ -167,7 +190,7 @@ def _folder(name: str, changes: dict[str, Any], *, spm: bool, dtype: str, shards
                 "eos_token": SPECIAL[2],
                 "unk_token": None,
                 "added_tokens_decoder": {"1": {"content": SPECIAL[1], "special": True}},
-                "chat_template": [{"name": "default", "template": CHAT}] if spm else CHAT,
+                "chat_template": [{"name": "default", "template": CHAT}] if shards > 1 else CHAT,
             },
             "special_tokens_map.json": {
                 "bos_token": SPECIAL[1],
@@ -176,15 +199,14 @@ def _folder(name: str, changes: dict[str, Any], *, spm: bool, dtype: str, shards
         }
         for file, value in others.items():
             (folder / file).write_text(json.dumps(value))
-        if shards > 1:
+        if kind == "legacy":
             (folder / "chat_template.jinja").write_text(CHAT)
         return Seed(name, "", _read(folder))
 
 
-def _gguf(
-    name: str, changes: dict[str, Any], keys: dict[str, Any], type: str, shards: int = 1
-) -> Seed:
-    config = SMALL | changes
+def _gguf(name: str, changes: dict[str, Any], pre: str, type: str, shards: int = 1) -> Seed:
+    keys = gguf_keys(pre)
+    config = SMALL | {"vocab_size": len(keys["tokenizer.ggml.tokens"])} | changes
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / ("m.gguf" if shards == 1 else "m")
         weights = model_files.random_weights(config)
