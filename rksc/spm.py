@@ -24,9 +24,10 @@ from .files import reading
 from .pipeline import SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens in a GGUF
+PADDING = 0  # rows of the model's matrix without a token
 
 _UNIGRAM, _BPE = 1, 2
-_PADDING = re.compile(r"\[PAD\d+\]")  # with which the converter fills up to the model's rows
+_PADDING = re.compile(r"\[PAD\d+\]")  # as the converter spells it
 _SPACES = re.compile(" {2,}")
 
 
@@ -112,7 +113,8 @@ class SentencePiece:
         """Ids (kind int) or spellings (str) of the tokens of a text without special ones."""
         if self._single_spaces and not start:
             text = _SPACES.sub(" ", text)
-        return self._processor(plain or frozenset(), start).encode(text, out_type=kind)
+        with reading("GGUF: the text cannot be split"):
+            return self._processor(plain or frozenset(), start).encode(text, out_type=kind)
 
     def _places(self, text: str, start: bool) -> Iterator[tuple[int, int]]:
         spelled = self._segment(text, None, start, str)
@@ -162,7 +164,7 @@ class SentencePiece:
         taken: set[str] = set()
         for i, (token, kind) in enumerate(zip(tokens, self.types, strict=True)):
             name = token.replace(" ", SPACE) if kind == USER else token
-            if token in self._added:
+            if token in self._added or kind == PADDING:
                 kind = CONTROL
             if not name or name in taken:
                 name, kind = _free_name(i, names), UNKNOWN if kind == UNKNOWN else CONTROL
@@ -209,7 +211,7 @@ def _original_types(
 
     The converter writes user-defined symbols as normal pieces. They have the score 0 and stand
     before the bytes or, in a model without bytes, before the first piece that was learned; in BPE
-    that has the score 0, too. The converter's own padding it writes as unused pieces.
+    that has the score 0, too. Padding it writes as unused pieces.
     """
     known = list(types)
     scored = (i for i, kind in enumerate(types) if kind == NORMAL and scores[i] != 0)
@@ -218,7 +220,7 @@ def _original_types(
         if known[i] == NORMAL and i < head and scores[i] == 0:
             known[i] = USER
         if known[i] == UNUSED and _PADDING.fullmatch(tokens[i]):
-            known[i] = CONTROL
+            known[i] = PADDING
     return known
 
 

@@ -18,7 +18,7 @@ from .files import reading, shown
 from .pipeline import SPACE, Pipeline, byte_alphabet, from_byte_level, library
 from .scalars import as_int
 from .special import gguf_named_tokens, gguf_templates
-from .spm import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, SentencePiece, first_ids
+from .spm import BYTE, CONTROL, NORMAL, PADDING, UNKNOWN, UNUSED, USER, SentencePiece, first_ids
 
 _FOLDER = "pass the tokenizer of the model's Hugging Face folder, rksc.Tokenizer.from_folder(...)"
 
@@ -235,7 +235,7 @@ def _sentencepiece(keys: _Keys) -> dict[str, Any]:
         "encoder": encoder,
         "pieces": [
             b""
-            if kind in (UNKNOWN, CONTROL)
+            if kind in (UNKNOWN, CONTROL, PADDING)
             else bytes([int(token[1:-1], 16)])
             if kind == BYTE
             else token.replace(SPACE, " ").encode()

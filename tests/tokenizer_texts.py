@@ -78,7 +78,8 @@ ODD = [
 ]
 SPELLED = [
     "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "[INST]",
-    "[/INST]", "<0x41>", "<0x0A>", "<|im_", "</s", "<pad>", "<extra>", "<usr>", "[PAD5]",
+    "[/INST]", "<0x41>", "<0x0A>", "<|im_", "</s", "<pad>", "<extra>", "<usr>", "[PAD1500]",
+    "[PAD32000]",
     "<|eot_id|>", "<think>",
 ]  # fmt: skip
 
