@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import shown
+from .files import reading, shown
 from .scalars import as_float, as_int
 
 _INT32_MAX = 2**31 - 1
@@ -79,7 +79,8 @@ class Fields:
     def integers(self, name: str, n: int | None = None) -> NDArray[np.integer[Any]]:
         """A list or array of integers; with `n` of so many."""
         value = self._need(name)
-        array = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else None
+        with reading(self.full(name)):  # lists of unequal lists are no array
+            array = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else None
         if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise self.wrong(name, "a list of integers")
         if n is not None and len(array) != n:

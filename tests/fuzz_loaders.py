@@ -128,12 +128,12 @@ class Runner:
 
     def __init__(self, seed: int, folder: Path, try_it: Trial = trial) -> None:
         self.seed, self.folder, self.try_it = seed, folder, try_it
-        self.seeds = fuzz_models.seeds()
+        self.seeds, self.heavy = fuzz_models.seeds(), fuzz_models.heavy()
 
     def input(self, number: int) -> tuple[random.Random, fuzz_models.Seed, Path]:
         """The run's generator, model, and the path of its damaged files."""
         chance = random.Random(f"{self.seed}/{number}")
-        model = chance.choice(self.seeds)
+        model = chance.choice(self.heavy if chance.random() < 0.004 else self.seeds)
         shutil.rmtree(self.folder, ignore_errors=True)
         entry = fuzz_damage.write_damaged(chance, model, self.folder)
         return chance, model, self.folder / entry
@@ -289,6 +289,8 @@ def fuzz(
             worker = Worker(runner, at, first + runs)
             for run in worker.results():
                 summary.add(run)
+                if summary.runs % 10_000 == 0:
+                    print(f"{summary.runs:,} runs", flush=True)
                 if run.fault is not None:
                     print(f"run {run.number} ({run.model}): {run.fault}", flush=True)
                     _keep(runner, run.number, keep)

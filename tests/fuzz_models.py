@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,20 @@ SPM = [*SPECIAL, *BYTES, *LETTERS, "\u2581", "he", "ll", "llo", "\u2581h", "\u25
 SPM_MERGES = ["h e", "l l", "ll o", "\u2581 h", "\u2581h e"]
 
 
+LONG = 20_000
+"""Tokens of a large vocabulary; with its embedding it stays below 1 MB."""
+
+
 def _padded(tokens: list[str]) -> list[str]:
     return tokens + [f"[{i}]" for i in range(len(tokens), 64 if len(tokens) <= 64 else 320)]
 
 
-def tokenizer_json(kind: str) -> dict[str, Any]:
+def tokenizer_json(kind: str, more: Sequence[str] = ()) -> dict[str, Any]:
     """A tokenizer.json as the tokenizers library writes it: byte-level, "split" by a pattern first,
     as of SentencePiece by a "metaspace" or a "legacy" normalizer, or a "unigram" model."""
     byte_level = kind in ("bytes", "split")
-    tokens = _padded(BYTE_LEVEL if byte_level else SPM)
+    tokens = [*_padded(BYTE_LEVEL if byte_level else SPM), *more]
+    tokens = list(dict.fromkeys(tokens))
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
     space |= {"split": False}
@@ -85,7 +91,7 @@ def tokenizer_json(kind: str) -> dict[str, Any]:
         "byte_fallback": not byte_level,
         "ignore_merges": False,
         "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": BYTE_MERGES if byte_level else SPM_MERGES,
+        "merges": [*(BYTE_MERGES if byte_level else SPM_MERGES), *_merges(tokens, more)],
     }
     if kind == "unigram":
         scores = [[token, -float(i)] for i, token in enumerate(tokens)]
@@ -116,11 +122,23 @@ def tokenizer_json(kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gguf_keys(pre: str) -> dict[str, Any]:
+def _merges(tokens: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Of each further token the halves, or its beginning and its last letter."""
+    known = set(tokens)
+    found = []
+    for token in more:
+        for cut in (len(token) // 2, len(token) - 1):
+            if {token[:cut], token[cut:]} <= known:
+                found.append(f"{token[:cut]} {token[cut:]}")
+                break
+    return found
+
+
+def gguf_keys(pre: str, more: Sequence[str] = ()) -> dict[str, Any]:
     """The tokenizer's keys of a GGUF: byte-level by the rule `pre`, or of SentencePiece, where
     scores that are ranks say "bpe", others "unigram"."""
     spm = pre in ("bpe", "unigram")
-    tokens = _padded(SPM if spm else BYTE_LEVEL)
+    tokens = list(dict.fromkeys([*_padded(SPM if spm else BYTE_LEVEL), *more]))
     kinds = np.ones(len(tokens), np.int32)
     kinds[:3] = [2, 3, 3]
     keys: dict[str, Any] = {
@@ -135,7 +153,7 @@ def gguf_keys(pre: str) -> dict[str, Any]:
         keys["scores"] = -np.arange(len(tokens), dtype=np.float32) / (1 if pre == "bpe" else 7)
         keys["add_space_prefix"] = True
     else:
-        keys |= {"pre": pre, "merges": BYTE_MERGES}
+        keys |= {"pre": pre, "merges": [*BYTE_MERGES, *_merges(tokens, more)]}
     keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     return {**keys, "tokenizer.chat_template": CHAT}
 
@@ -170,13 +188,34 @@ def seeds() -> list[Seed]:
     return small * 4 + [_gguf(f"gguf-{kind}", wide, "tekken", kind) for kind in types]
 
 
+def heavy() -> list[Seed]:
+    """Files of just below 1 MB that make what is quadratic slow, and what is copied large."""
+    prefixes = ["a" * i for i in range(1, 900)]
+    pairs = [a + b for a in LETTERS for b in LETTERS]
+    words = [a + b for a in pairs for b in pairs[: LONG // len(pairs)]]
+    found = [
+        _gguf("gguf-prefixes", {}, "bpe", "Q4_0", more=prefixes),
+        _gguf("gguf-words", {}, "unigram", "Q4_0", more=words),
+        _gguf("gguf-one-token", {}, "bpe", "Q4_0", more=["x" * 600_000]),
+        _gguf("gguf-many-merges", {}, "qwen2", "Q4_0", more=[*pairs, *words[:8000]]),
+    ]
+    for kind, more in (("metaspace", words), ("unigram", words), ("split", prefixes)):
+        found.append(_folder(f"hf-large-{kind}", {}, kind, "BF16", more=more))
+    return found
+
+
 def _read(folder: Path) -> Files:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def _folder(name: str, changes: dict[str, Any], kind: str, dtype: str, shards: int = 1) -> Seed:
-    described = tokenizer_json(kind)
-    config = SMALL | {"vocab_size": len(described["model"]["vocab"])} | changes
+def _folder(
+    name: str, changes: dict[str, Any], kind: str, dtype: str, shards: int = 1,
+    more: Sequence[str] = (),
+) -> Seed:  # fmt: skip
+    described = tokenizer_json(kind, more)
+    n = len(described["model"]["vocab"])
+    # More ids than rows are no fault before one of them is used.
+    config = SMALL | {"vocab_size": n if not more else 320} | changes
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model_files.write_hf(folder, model_files.random_weights(config), config, dtype, shards)
@@ -204,9 +243,14 @@ def _folder(name: str, changes: dict[str, Any], kind: str, dtype: str, shards: i
         return Seed(name, "", _read(folder))
 
 
-def _gguf(name: str, changes: dict[str, Any], pre: str, type: str, shards: int = 1) -> Seed:
-    keys = gguf_keys(pre)
+def _gguf(
+    name: str, changes: dict[str, Any], pre: str, type: str, shards: int = 1,
+    more: Sequence[str] = (),
+) -> Seed:  # fmt: skip
+    keys = gguf_keys(pre, more)
     config = SMALL | {"vocab_size": len(keys["tokenizer.ggml.tokens"])} | changes
+    if more:  # the embedding alone is large enough
+        config |= {"tie_word_embeddings": True}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / ("m.gguf" if shards == 1 else "m")
         weights = model_files.random_weights(config)

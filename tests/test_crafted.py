@@ -21,6 +21,7 @@ from test_files import info, key, one, raw_gguf
 
 from rksc import BranchSession, load
 from rksc.config import ModelConfig
+from rksc.fields import Fields
 from rksc.files import plain, read_bytes, read_json, reading, shown, what_is
 from rksc.names import check_wrapped
 from rksc.rope import rope_frequencies
@@ -282,6 +283,13 @@ def test_keys_of_a_gguf(tmp_path: Path, name: str, weights: model_files.Weights)
         # A size that is a number may be named by what it disagrees with.
         named = "" if type(value) is int and name.startswith("llama.") else name
         refused(path, named)
+
+
+@pytest.mark.parametrize("value", [[[1], [1, 2]], [1, 10**400], [1, None], [], (), "ab", b"ab"])
+def test_lists_of_integers(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^k\b"):
+        Fields({"k": value}).integers("k")
+    assert Fields({"k": [1, 2]}).integers("k").tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("token", ["eos", "eot", "eom", "bos"])

@@ -145,6 +145,17 @@ def test_seeds_are_whole_models(tmp_path: Path, seed: fuzz_models.Seed) -> None:
     assert tokenizer.chat([{"role": "user", "content": "hello"}]).startswith("<|im_start|>user")
 
 
+@pytest.mark.parametrize("seed", fuzz_models.heavy(), ids=lambda seed: seed.name)
+def test_heavy_seeds_are_almost_1_mb(tmp_path: Path, seed: fuzz_models.Seed) -> None:
+    """Undamaged they are within the limits of a run."""
+    for name, data in seed.files.items():
+        (tmp_path / name).write_bytes(data)
+    assert 300e3 < sum(map(len, seed.files.values())) < 1e6
+    before = time.process_time()
+    assert fuzz_loaders.trial(random.Random(1), tmp_path / seed.entry).startswith("ran")
+    assert time.process_time() - before < fuzz_loaders.SECONDS
+
+
 def test_nothing_is_found_today() -> None:
     """A few runs; CI has more of them, under sanitizers. Damage both refuses and lets through."""
     found = fuzz(20260, 400)
