@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+SPACE = "\u2581"  # how SentencePiece spells a space
+
+_NOWHERE = "\ufdd0" * 2  # noncharacters: in no text
+
+
 def library() -> Any:
     try:
         import tokenizers
@@ -23,11 +28,6 @@ def library() -> Any:
             "text needs the tokenizers library: pip install rksc[hf] (token ids work without)"
         ) from None
     return tokenizers
-
-
-SPACE = "\u2581"  # how SentencePiece spells a space
-
-_NOWHERE = "\ufdd0" * 2  # noncharacters: in no text
 
 
 class Pipeline:

@@ -23,6 +23,7 @@ from rksc.gguf import read_gguf
 from rksc.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers")
+pytest.importorskip("sentencepiece")
 
 SOURCES = Path(__file__).parent  # real text of several kinds
 EDGES = [
