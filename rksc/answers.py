@@ -53,12 +53,12 @@ def same_answer(a: str, b: str) -> bool:
 def answer_key(answer: str) -> Hashable:
     """Equal for the same answers, for votes."""
     value = cardinal(_trimmed(answer))
-    return (value,) if value is not None else tuple(token.key for token in _bare(answer))
+    return (value,) if value is not None else tuple(token.key for token in _inner(answer))
 
 
 def is_answer(answer: str, expected: str) -> bool:
     """Whether an answer is the expected one. Where that names no unit, any will do: 50% is 50."""
-    mine, wanted = _bare(answer), _bare(expected)
+    mine, wanted = _inner(answer), _inner(expected)
     equal = len(mine) == len(wanted) and all(map(_matches, mine, wanted))
     return equal or same_answer(answer, expected)
 
@@ -66,15 +66,7 @@ def is_answer(answer: str, expected: str) -> bool:
 def holds_answer(text: str, expected: str) -> bool:
     """Whether a text contains the expected words and numbers, cutting none of its own."""
     mine, wanted = tokens(text), tokens(expected)
-    return any(
-        _matches(mine[i], wanted[0])
-        and all(
-            _matches(a, b) and a.joined == b.joined
-            for a, b in zip(mine[i + 1 : i + len(wanted)], wanted[1:], strict=True)
-        )
-        and not any(token.joined for token in (mine[i], *mine[i + len(wanted) :][:1]))
-        for i in range(len(mine) - len(wanted) + 1)
-    )
+    return any(_stands(mine, i, wanted) for i in range(len(mine) - len(wanted) + 1))
 
 
 class Token(NamedTuple):
@@ -105,7 +97,17 @@ def tokens(text: str) -> list[Token]:
     return [*found, *_words(text, at, len(text))]
 
 
-def _bare(answer: str) -> list[Token]:
+def _stands(mine: list[Token], at: int, wanted: list[Token]) -> bool:
+    """Whether the wanted tokens stand at a place, and begin and end where words do."""
+    end = at + len(wanted)
+    if mine[at].joined or (end < len(mine) and mine[end].joined):
+        return False
+    pairs = list(zip(mine[at:end], wanted, strict=True))
+    inside = all(a.joined == b.joined for a, b in pairs[1:])
+    return inside and all(_matches(a, b) for a, b in pairs)
+
+
+def _inner(answer: str) -> list[Token]:
     """The tokens of an answer without quotes, emphasis and the full stop around it."""
     found = tokens(_plain(answer))
     around = [i for i, token in enumerate(found) if token.key not in _AROUND]
@@ -185,10 +187,11 @@ def _statements(text: str) -> list[_Statement]:
         content = _CONTENT.search(text, start, limit)
         if content:
             start = max(start, text.rfind("\n", start, content.start()) + 1)
-            line = text.find("\n", content.start())
-            end = len(text) if line < 0 else line
-            # cut off by another mark: "Answer: The answer is 5"
-            found.append(_Statement(start, min(end, limit), False, bool(mark[1]) and end <= limit))
+            line = text.find("\n", content.start(), limit)
+            end = line if line >= 0 else limit
+            # or cut off by another mark: "Answer: The answer is 5"
+            whole = line >= 0 or limit == len(text)
+            found.append(_Statement(start, end, False, whole and mark[1] is not None))
     found.sort()
     answered = next((stated.end for stated in found if stated.sure), len(text))
     again = _NEXT_PROBLEM.search(text, answered)
@@ -196,7 +199,7 @@ def _statements(text: str) -> list[_Statement]:
 
 
 def _boxes(text: str) -> list[_Statement]:
-    found = []
+    found: list[_Statement] = []
     opened: list[int | None] = []  # where the contents of boxes begin; None for another brace
     for brace in _BRACE.finditer(text) if "\\boxed" in text or "\\fbox" in text else ():
         if brace[0].startswith(("\\boxed", "\\fbox")):
@@ -205,7 +208,7 @@ def _boxes(text: str) -> list[_Statement]:
             opened.append(None)
         elif brace[0] == "}" and opened:
             start = opened.pop()
-            if start is not None:
+            if start is not None and not (found and found[-1].start > start):  # an inner box counts
                 found.append(_Statement(start, brace.start(), True, True))
     unclosed = [start for start in opened if start is not None]
     if unclosed:
@@ -244,7 +247,7 @@ _COPULA = re.compile(r"\b(?:is|are|was|were|be|equals|totals)\b|:(?=\s)", re.IGN
 _RECKONS = re.compile(r"\s(?:of|plus|minus|times|divided by|multiplied by)\b")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 # Several equations (x = 2, y = 3) and bounds (x < 5) are answers as a whole.
-_UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]\s{0,3}=")
+_UNKNOWN = re.compile(r"(?:^|[,;]|\b(?:and|or))[\s$]{0,3}[A-Za-z]\s{0,3}=")
 _BOUND = re.compile(r"[\w)}]\s?(?:[<>≤≥≠]=?|!=|\\(?:leq?|geq?|neq?|lt|gt)(?![A-Za-z]))\s?[-\d.$x]")
 # With a mark for each number: (3, -5), 5 to 10, 3 and 4; 2 hours and 30 minutes.
 _LIST = re.compile(r"[\s(\[{\\$*]*\0(?:[\s,;&$*\\{}()\[\]|-]|and\b|or\b|to\b|\0)*\.?")
@@ -260,7 +263,7 @@ _GOES_ON = re.compile(
     rf"\s?(?:[-+×·÷/*]|\\(?:times|cdot|div|pm|mp)(?![A-Za-z])|(?<=\s)[xX](?=\s?\d))\s?"
     rf"(?:[\d.(√]|\\(?:frac|sqrt|pi)|{_VARIABLE})"
     rf"|(?:[abdefijnopqrtuvwxyzπ√](?![A-Za-z'’])|\s?\\(?:pi|sqrt|theta|alpha|ln|log)(?![A-Za-z]))"
-    r"|\^(?!\{?\\circ)|\s(?:plus|minus|times|divided by|multiplied by)\s"
+    r"|\((?=[-\d.\\xyz])|\^(?!\{?\\circ)|\s(?:plus|minus|times|divided by|multiplied by)\s"
 )
 _COMES_FROM = re.compile(
     r"(?:[+×·÷√^]|[\w)}]\s?\*|[\w)}]\s?/|[\w)}\]]\s?-|\\(?:times|cdot|div|pi|ln|log|sin|cos|tan)"
@@ -271,6 +274,7 @@ _BENIGN = re.compile(
     r"|\^\{?(?:\\circ|[23])\}?)*"
 )
 _SPACE = re.compile(r"[ \t\r\n]+")
+_BEFORE = re.compile(r"[ \t$*\\({[]{0,8}")
 _NUMBERED = re.compile(r"^[ \t*]*\d+[.)](?=\s)", re.MULTILINE)
 
 
@@ -349,7 +353,7 @@ def _last(text: str, numbers: Sequence[Numeral]) -> Numeral | None:
     starts = [n.start for n in numbers]
     for sign in reversed(list(_EQUALS.finditer(clean))):
         at = bisect_left(starts, sign.end())
-        if at == len(numbers) or clean[sign.end() : starts[at]].strip(" \t$*\\({["):
+        if at == len(numbers) or not _BEFORE.fullmatch(clean, sign.end(), starts[at]):
             continue
         result, later = numbers[at], numbers[at + 1 :]
         term = _GOES_ON.match(clean, result.end)

@@ -97,7 +97,7 @@ def named(text: str) -> list[Named]:
 def cardinal(text: str) -> Fraction | None:
     """The number that the words are when they are nothing else: "twelve", "two and a half"."""
     items = _items(tidy(text))
-    if not items or items[0].text not in _CARDINALS | dict.fromkeys(_BARE_SCALES):
+    if not items or not (items[0].text in _CARDINALS or items[0].text in _BARE_SCALES):
         return None
     value, end = _cardinal(items, 0)
     value, end = _finish(items, end, value)

@@ -88,10 +88,12 @@ def _after_dash(text: str, start: int, dash: int, money: bool) -> Sign:
     """Whether the dash is a sign of the number at `start`, or parts it from what stands before."""
     spaced, before = start > dash + 1, text[dash - 1 : dash]
     index = before == "^" or text.endswith(("^{", "_{"), 0, dash)
-    minus = Sign(dash, "-", False, index, money)
+    end = _back(text, dash, SPACES + "$")
+    twice = text[end - 1 : end] == "-"  # 9 - -5
+    minus = Sign(dash, "-", twice, index, money)
     parted = Sign(start, "", True, False, money)
     if text[dash] == "⁻":
-        return minus._replace(joined=True)
+        return parted if spaced else minus._replace(joined=True)
     if text[dash] == "—":
         end = _back(text, dash)
         last = text[end - 1 : end]
@@ -148,8 +150,8 @@ def _word_before(text: str, end: int) -> str:
     return word[0].lower() if word else ""
 
 
-def _back(text: str, at: int) -> int:
+def _back(text: str, at: int, over: str = SPACES) -> int:
     """Where the spaces before a place begin."""
-    while at and text[at - 1] in SPACES:
+    while at and text[at - 1] in over:
         at -= 1
     return at

@@ -85,6 +85,8 @@ STATED = [
     ("Answer: 2 hours and 30 minutes", "2 hours and 30 minutes"),
     ("Answer: x = 5 or x = -3", "x = 5 or x = -3"),
     ("Answer: 5 + 3", "5 + 3"),
+    ("Answer: 2(3+4)", "2(3+4)"),
+    ("Answer: A = P(1+r)^t = 105", "105"),
     ("Answer: 12,34", "12,34"),
     (r"\boxed{2x+3}", "2x+3"),
     (r"\boxed{3\sqrt{5}}", r"3\sqrt{5}"),
