@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # models
     ({"model": None}, "model must be an object"),
     ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "model.type 'WordPiece'"),
-    ({"model": {**MODEL, "vocab": [["a", 0.0]]}}, "model.type 'BPE'"),
+    ({"model": {**MODEL, "vocab": [["a", 0.0]]}}, r"model\.vocab must be an object for BPE"),
     ({"model": {**MODEL, "merges": None}}, r"model\.merges must be a list"),
     ({"model": {**MODEL, "merges": ["a c"]}}, "Token `c` out of vocabulary"),
     ({"model": {**MODEL, "merges": ["ab a", "a ab"]}}, "tokenizer.json: "),
