@@ -22,7 +22,7 @@ def final_answer(text: str) -> str:
     r"""The answer that a worked solution ends with.
 
     What follows the last "####", "Answer:" or "answer is" or stands in the last \boxed{}; else what
-    the last equation gives, unless other numbers follow; else the last number; else the last line.
+    an equation in the last sentence gives; else the last number; else the last line.
     A number comes without thousands separators, currency and unit, but with its % or am and pm:
     "1,250 apples" is "1250", \frac{3}{4} is "3/4", $12.00 is "12", 5k is "5000". A pair, a range or
     a term comes as it stands. `same_answer` compares two answers.
@@ -274,6 +274,7 @@ _BENIGN = re.compile(
     r"|\^\{?(?:\\circ|[23])\}?)*"
 )
 _SPACE = re.compile(r"[ \t\r\n]+")
+_NEXT_SENTENCE = re.compile(r"[.!?][\"'’”)*]{0,3}\s+\w|\n\s*\w")
 _BEFORE = re.compile(r"[ \t$*\\({[]{0,8}")
 _NUMBERED = re.compile(r"^[ \t*]*\d+[.)](?=\s)", re.MULTILINE)
 
@@ -342,8 +343,9 @@ def _marked(said: str, start: int, end: int, numbers: Sequence[_Number]) -> str:
 
 
 def _last(text: str, numbers: Sequence[Numeral]) -> Numeral | None:
-    """Of a text that states nothing: what its last equation gives, unless other numbers follow,
-    or else its last number. Asides and the numbers of a list's items count if nothing else does."""
+    """Of a text that states nothing: what its last equation gives if it is in the last sentence or
+    said again, or else the last number. Asides and the numbers of a list's items count only if
+    nothing else does."""
     clean = _ASIDE.sub(_blanked, text)
     items = {match.end() for match in _NUMBERED.finditer(text)}
     plain = [n for n in numbers if not clean[n.start].isspace() and n.end + 1 not in items]
@@ -357,7 +359,8 @@ def _last(text: str, numbers: Sequence[Numeral]) -> Numeral | None:
             continue
         result, later = numbers[at], numbers[at + 1 :]
         term = _GOES_ON.match(clean, result.end)
-        if not term and (not later or any(n.key == result.key for n in later)):
+        closed = later and _NEXT_SENTENCE.search(clean, result.end)
+        if not term and (not closed or any(n.key == result.key for n in later)):
             return result
         break
     return numbers[-1]

@@ -37,9 +37,9 @@ class Numeral(NamedTuple):
 
     written: in plain digits, without groups and currency: "-1234.50", "3/4", "50%", "12:30 pm"; ""
     where it takes calculating, as for 5k. values: what it is worth; of 12:30 its parts. key: equal
-    where the numbers are equal, as 50% and 0.5. bare: the key without the unit, which is "%", "am",
-    "pm" or "". dashed: a dash stands before it that is no sign. joined: part of a word or an index,
-    as in H2O and x^2.
+    where the numbers are equal, as 50% and 0.5. bare: the key without the unit, which is "%", "‰",
+    "dozen", "am", "pm" or "". dashed: a dash stands before it that is no sign. joined: part of a
+    word or an index, as in H2O and x^2.
     """
 
     start: int
@@ -60,11 +60,10 @@ class Numeral(NamedTuple):
     @property
     def spelling(self) -> str:
         """One text for all numerals that are equal as they stand: 4 for 4.00 and for $4."""
-        if isinstance(self.bare, tuple):
-            sign, number = self.bare
-            return self.written or sign + spell(number) + self.unit
-        known = isinstance(self.bare, Fraction) or not self.written
-        return spell(self.bare) + self.unit if known else self.written  # type: ignore[arg-type]
+        sign, number = self.bare if isinstance(self.bare, tuple) else ("", self.bare)
+        if isinstance(number, Fraction) or not self.written:
+            return _with(sign + spell(number), self.unit)
+        return self.written
 
 
 def read(text: str) -> list[Numeral]:
@@ -326,15 +325,17 @@ _PARTS = {"half": 2, "quarter": 4, "third": 3}
 # 5M, 5 M and 5bn, but 5 m only after a currency, and neither 5 M&Ms nor 5 B-52s.
 _SCALE = re.compile(
     rf"([kKMBT])(?![\w&])|[ {THIN}]?(bn|mn)(?!\w)|[ {THIN}]([MB])(?![\w&'-])"
-    rf"|[ {THIN}-](?i:(hundred|thousand|million|billion|trillion|quadrillion|dozen|lakh|crore)s?)\b"
+    rf"|[ {THIN}-](?i:(hundred|thousand|million|billion|trillion|quadrillion|lakh|crore)s?)\b"
 )
 _MONEY_SCALE = re.compile(rf"[ {THIN}]?([kmbt])n?(?!\w)", re.IGNORECASE)
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "quadrillion": 10**15, "dozen": 12, "lakh": 10**5, "crore": 10**7}
 _LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_PERCENT = re.compile(
-    rf"[ {THIN}~]?(?:\\?%|percent(?:s|age)?\b|per ?cent\b|pct\b|(‰))", re.IGNORECASE
+_COUNTED = re.compile(
+    rf"[ {THIN}~-]?(?:\\?(%|‰)|(percent(?:s|age)?|per ?cent|pct|dozens?)\b)", re.IGNORECASE
 )
+_UNITS = {"%": "%", "p": "%", "d": "dozen"}
+_FACTORS = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "dozen": Fraction(12)}
 _HALF_DAY = re.compile(rf"[ {THIN}~]?([ap])(?:\.m\.|m)(?!\w)", re.IGNORECASE)
 _MONEY_AFTER = re.compile(rf"\\?\$(?!\d)|[ {THIN}]\\?\$(?! ?[\d.-])")
 _LINE_ENDS = re.compile(rf"[{SPACES}.]*(?:\n|\Z)")
@@ -388,15 +389,18 @@ def _numeral(text: str, start: int, draft: _Draft, whole: Numeral | None) -> Num
     elif sign.mark == "±":
         key = bare = (sign.mark, key)
         shown = shown and f"±{shown}"
-    if unit == "%":
-        hundredth = Fraction(1, 100)
-        values = (_times(values[0], hundredth), *values[1:])
-        key = _times(key, hundredth) if isinstance(key, (Fraction, str)) else (key, unit)
-        shown = shown and shown + unit
+    if unit in _FACTORS:
+        values = (_times(values[0], _FACTORS[unit]), *values[1:])
+        key = _times(key, _FACTORS[unit]) if isinstance(key, (Fraction, str)) else (key, unit)
+        shown = shown and _with(shown, unit)
     elif unit:
         key = (f"{draft.written}:00" if draft.whole else bare, unit)
         shown += f" {text[hour : draft.end].strip(SPACES)}"
     return Numeral(sign.start, end, shown, values, key, bare, unit, sign.dashed, sign.joined)
+
+
+def _with(number: str, unit: str) -> str:
+    return f"{number} {unit}" if unit.isalpha() else number + unit
 
 
 def _times(value: Value, factor: Fraction) -> Value:
@@ -491,12 +495,11 @@ def _scaled(text: str, draft: _Draft, money: bool) -> _Draft:
 
 
 def _with_unit(text: str, draft: _Draft) -> tuple[_Draft, str]:
-    """A percent sign or half of the day, and the draft that ends after it."""
-    match = _PERCENT.match(text, draft.end)
-    if match and match[1]:
-        return _valued(draft, match.end(), _times(draft.values[0], Fraction(1, 1000))), ""
+    """A percent sign, a dozen or half of the day, and the draft that ends after it."""
+    match = _COUNTED.match(text, draft.end)
     if match:
-        return draft._replace(end=match.end()), "%"
+        unit = match[match.lastindex or 0]
+        return draft._replace(end=match.end()), unit if unit == "‰" else _UNITS[unit[0].lower()]
     hour = ":" in draft.written or (not draft.part and 0 < len(draft.whole) <= 2)
     match = _HALF_DAY.match(text, draft.end) if hour else None
     if match:
