@@ -253,10 +253,15 @@ _BOUND = re.compile(r"[\w)}]\s?(?:[<>≤≥≠]=?|!=|\\(?:leq?|geq?|neq?|lt|gt)(
 _LIST = re.compile(r"[\s(\[{\\$*]*\0(?:[\s,;&$*\\{}()\[\]|-]|and\b|or\b|to\b|\0)*\.?")
 _UNIT = (
     r"(?!(?:because|since|for|in|of|per|after|each|left|more|less|fewer|than|as|so|is|are|was|that"
-    r"|which|when|if|with|from|at|by|on|out|total|remaining|to|an?|the)\b)[A-Za-z]+"
+    r"|which|when|if|with|from|at|by|on|out|total|remaining|to|and|or|an?|the)\b)[A-Za-z]+"
+)
+_MEASURE = (
+    r"(?:hours?|hrs?|h|minutes?|mins?|seconds?|secs?|days?|weeks?|months?|years?|feet|foot|ft|inch(?:es)?"
+    r"|in|yards?|miles?|pounds?|lbs?|ounces?|oz|dollars?|cents?|km|m|cm|kg|g)\b"
 )
 _MEASURES = re.compile(
-    rf"[\s*]*\0 ?{_UNIT}(?: {_UNIT})?(?:,? (?:and |& )?\0 ?{_UNIT}(?: {_UNIT})?)+[\s.*]*"
+    rf"[\s$*]*(?:\0 ?{_UNIT}(?: {_UNIT})?(?:(?:,? and|,| &) \0 ?{_UNIT}(?: {_UNIT})?)+"
+    rf"|\0 ?{_MEASURE}(?: \0 ?{_MEASURE})+)"
 )
 _VARIABLE = r"(?:[b-hj-zB-HJ-Zπ√]|\\(?:pi|sqrt|theta|alpha|ln|log))(?![A-Za-z])"
 _GOES_ON = re.compile(
@@ -306,9 +311,9 @@ def _chosen(said: str, numbers: Sequence[_Number], boxed: bool) -> str:
     part = said[start:end]
     number = numbers[chosen]
     if len(numbers) > 1:
-        marked = _marked(said, start, end, numbers)
-        if boxed or _LIST.fullmatch(marked) or _MEASURES.fullmatch(marked):
-            return _trimmed(part)
+        several = part if boxed else _several(said, start, end, numbers)
+        if several:
+            return _trimmed(several)
     goes_on = _GOES_ON.match(said, number.end, end)
     comes_from = _COMES_FROM.search(said, max(start, number.start - 12), number.start)
     rest = said[start : number.start] + said[number.end : end]
@@ -334,12 +339,19 @@ def _side(said: str, numbers: Sequence[_Number]) -> tuple[int, int]:
     return (single or sides)[-1][1:]
 
 
-def _marked(said: str, start: int, end: int, numbers: Sequence[_Number]) -> str:
-    made = []
+def _several(said: str, start: int, end: int, numbers: Sequence[_Number]) -> str:
+    """A list or measures that hold all the numbers of a part: (3, -5), 5 to 10, 2 hours and 30
+    minutes; "" where they are not of one."""
+    lead = said[start : numbers[0].start].rstrip(" ([{\\$*")
+    start += len(lead)
+    marked, at = [], start
     for number in numbers:
-        made += [said[start : number.start], "\0"]
-        start = number.end
-    return "".join([*made, said[start:end]])
+        marked += [said[at : number.start], "\0"]
+        at = number.end
+    text = "".join([*marked, said[at:end]])
+    measures = _MEASURES.match(text)
+    all_of_it = measures is not None and "\0" not in text[measures.end() :]
+    return said[start:end] if all_of_it or _LIST.fullmatch(text) else ""
 
 
 def _last(text: str, numbers: Sequence[Numeral]) -> Numeral | None:
