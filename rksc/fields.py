@@ -13,7 +13,7 @@ from .files import reading, shown
 from .scalars import as_float, as_int
 
 _INT32_MAX = 2**31 - 1
-MAX = sys.float_info.max
+_MAX = sys.float_info.max
 
 
 class Fields:
@@ -58,14 +58,16 @@ class Fields:
         return number
 
     def number(
-        self, name: str, default: float | None = None, positive: bool = False, most: float = MAX
+        self, name: str, default: float | None = None, positive: bool = False, most: float = _MAX
     ) -> float:
         """From 0, or above it, to `most`; never infinite."""
         if default is not None and self.get(name) is None:
             return default
         number = as_float(self._need(name))
         if number is None or not 0 <= number <= most or (positive and number == 0):
-            bounds = "positive" if positive else "0 or more" if most == MAX else f"from 0 to {most}"
+            bounds = (
+                "positive" if positive else "0 or more" if most == _MAX else f"from 0 to {most}"
+            )
             raise self.wrong(name, f"a finite number, {bounds}")
         return number
 

@@ -26,7 +26,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = (
     (b"GGUF", "a GGUF file"),
     (b"PK\x03\x04", "a zip archive, as torch.save writes it; convert it to safetensors"),
-    (b"\x80", "a pickle, which is never read; convert it to safetensors"),
+    *(
+        (bytes([0x80, n]), "a pickle, which is never read; convert it to safetensors")
+        for n in range(6)
+    ),
     (b"version https://git-lfs", "a Git LFS pointer; git lfs pull fetches the file"),
 )
 
@@ -125,12 +128,9 @@ def read_bytes(path: Path, limit: int = _JSON_LIMIT) -> bytes:
 
 def what_is(head: bytes) -> str | None:
     """What a file that begins so seems to be; None: nothing that we know."""
-    for magic, kind in _KINDS:
-        if head.startswith(magic):
-            return kind
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return "a safetensors file; pass the folder that holds it and config.json"
-    return None
+    return next((kind for magic, kind in _KINDS if head.startswith(magic)), None)
 
 
 def contents(folder: Path) -> str:

@@ -127,7 +127,7 @@ def byte_alphabet() -> dict[str, int]:
     """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
+    others = sorted(set(range(256)) - set(printable))
     return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 

@@ -12,6 +12,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,7 @@ def to_json(value: Any) -> bytes:
 
 
 def change_json(chance: Chance, value: Any) -> Any:
-    """A copy in which one thing is not as it should be."""
-    value = copy.deepcopy(value)
+    """The value, with one thing not as it should be."""
     if chance.random() < 0.02:
         return chance.choice(VALUES)
     if isinstance(value, dict) and "chat_template" in value and chance.random() < 0.2:
@@ -254,6 +254,11 @@ PREFIXES = ("", "module.", "_orig_mod.", "base_model.model.", "\x1b[1m")
 class Pieces:
     """A GGUF cut into what it consists of, to be put together wrongly."""
 
+    @classmethod
+    def of(cls, data: bytes) -> Pieces:
+        """Of its own for each caller."""
+        return copy.deepcopy(_cut(data))
+
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 4
         self.version = self._take("<I")
@@ -326,6 +331,11 @@ ODD_VALUES = [
 ]  # fmt: skip
 
 
+@lru_cache(maxsize=64)
+def _cut(data: bytes) -> Pieces:
+    return Pieces(data)
+
+
 def gguf_value(chance: Chance) -> tuple[int, bytes]:
     """Type and payload of anything."""
     way = chance.randrange(6)
@@ -384,7 +394,7 @@ def _change_strings(chance: Chance, payload: bytes) -> bytes:
 
 def change_gguf(chance: Chance, data: bytes) -> bytes:
     """A key, a tensor's description, a count, or the values."""
-    p = Pieces(data)
+    p = Pieces.of(data)
     way = chance.randrange(14)
     if way <= 5 and p.keys:
         _change_key(chance, p)

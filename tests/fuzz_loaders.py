@@ -15,6 +15,7 @@ Under sanitizers as in .ci/run. Exit status 1 and the inputs in --keep when some
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -40,7 +41,8 @@ import fuzz_models  # noqa: E402
 import rksc  # noqa: E402
 
 SECONDS, BYTES = 2.0, 500e6
-_PATIENCE = 30.0  # seconds by the clock without a word: a wait, not work
+_WORK = 10.0  # seconds of processor time without a word: no end
+_PATIENCE = 30.0  # seconds by the clock in which nothing is computed: a wait
 _WORKER_BYTES = 2 << 30
 _WORKER_RUNS = 2000  # then a fresh one, so that a leak shows as memory, not as the machine's end
 _TEXTS = (
@@ -177,6 +179,23 @@ def _memory(key: str, pid: int | str = "self") -> int:
     return int(line.split()[1]) << 10
 
 
+def _state(pid: int) -> str:
+    """One letter: R runs or could, S sleeps, D waits for a disk, Z has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def _worked(pid: int) -> float:
+    """Seconds of processor time of a process."""
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 def _reset_peak() -> int:
     """Forget the peak of memory; returns what is in use."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -226,14 +245,14 @@ class Worker:
 
     def results(self) -> Iterator[Run]:
         """Until the child ends; a run during which it ends, or says nothing, is a fault."""
-        heard = time.monotonic()
+        heard, worked = time.monotonic(), 0.0
         while True:
             ready, _, _ = select.select([self._pipe], [], [], 0.05)
             if ready:
                 data = os.read(self._pipe, 1 << 16)
                 if not data:
                     break
-                heard = time.monotonic()
+                heard, worked = time.monotonic(), _worked(self.pid)
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     run = Run(**json.loads(line))
@@ -242,8 +261,13 @@ class Worker:
             elif _memory("VmRSS", self.pid) > _WORKER_BYTES:
                 yield self._end(f"more than {_WORKER_BYTES >> 30} GiB")
                 return
+            elif _worked(self.pid) - worked > _WORK:
+                yield self._end(f"no end after {_WORK:.0f} s of work")
+                return
+            elif _state(self.pid) not in "SI":  # it waits for a processor, or a disk
+                heard = time.monotonic()
             elif time.monotonic() - heard > _PATIENCE:
-                yield self._end(f"no end after {_PATIENCE:.0f} s")
+                yield self._end(f"no end after a wait of {_PATIENCE:.0f} s")
                 return
         os.close(self._pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -252,11 +276,14 @@ class Worker:
             yield Run(self.next - 1, "?", fault=f"the process ends with {status}: {self._words()}")
 
     def _end(self, why: str) -> Run:
+        """Where it is now, for the report; then kill it."""
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(0.5)
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self._pipe)
         self.next += 1
-        return Run(self.next - 1, "?", fault=why)
+        return Run(self.next - 1, "?", fault=f"{why}: {self._words()}")
 
     def _words(self) -> str:
         self.said.seek(0)
@@ -267,6 +294,7 @@ def _work(runner: Runner, first: int, end: int, pipe: int, said: int) -> None:
     """The child's life."""
     os.dup2(said, 2)
     os.dup2(said, 1)
+    faulthandler.register(signal.SIGUSR1, file=said)
     status = 1
     try:
         for number in range(first, end):

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ class Seed:
     files: Files
 
 
+@lru_cache(maxsize=1)
 def seeds() -> list[Seed]:
     """Every kind of file that rksc reads; those of more than 100 kB are rarer."""
     tied = QWEN2 | {"tie_word_embeddings": True}
@@ -188,6 +190,7 @@ def seeds() -> list[Seed]:
     return small * 4 + [_gguf(f"gguf-{kind}", wide, "tekken", kind) for kind in types]
 
 
+@lru_cache(maxsize=1)
 def heavy() -> list[Seed]:
     """Files of just below 1 MB that make what is quadratic slow, and what is copied large."""
     prefixes = ["a" * i for i in range(1, 900)]

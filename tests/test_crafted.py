@@ -486,6 +486,7 @@ def test_a_gguf_is_known_by_its_first_bytes(tmp_path: Path, weights: model_files
         (b"GGML\3\0\0\0", "begins with b'GGML"),
         (b"", "empty"),
         (model_files.safetensors_bytes({"a": ("F32", (1,), bytes(4))}), "a safetensors file"),
+        (struct.pack("<Q", 0x280) + b"{" + b" " * 0x27E + b"}", "a safetensors file"),
     ],
 )
 def test_what_is_no_model_says_what_was_found(

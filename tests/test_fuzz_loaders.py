@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,22 @@ def test_each_kind_of_fault_is_found(
     assert any((tmp_path / "kept" / "5-3").iterdir())
 
 
-def test_a_run_without_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz_loaders, "_PATIENCE", 0.5)
-    found = fuzz(5, 3, at(1, lambda: time.sleep(600)))
+@pytest.mark.parametrize(
+    ("do", "told"),
+    [
+        (lambda: time.sleep(600), "no end after a wait of 0 s.*test_fuzz_loaders.py"),
+        (lambda: work(600), "no end after 1 s of work.*in work"),
+    ],
+)
+def test_a_run_without_end_is_found(
+    monkeypatch: pytest.MonkeyPatch, do: Callable[[], None], told: str
+) -> None:
+    """And where it hung."""
+    monkeypatch.setattr(fuzz_loaders, "_PATIENCE", 0.4)
+    monkeypatch.setattr(fuzz_loaders, "_WORK", 1.0)
+    found = fuzz(5, 3, at(1, do))
     assert [run.number for run in found.faults] == [1]
+    assert re.match(told, str(found.faults[0].fault), re.DOTALL), found.faults
     assert found.runs == 3
 
 
