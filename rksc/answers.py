@@ -286,12 +286,16 @@ _NUMBERED = re.compile(r"^[ \t*]*\d+[.)](?=\s)", re.MULTILINE)
 
 def _trimmed(text: str) -> str:
     text = _SPACE.sub(" ", text)  # and no thin space, which may stand in a number
-    return text.lstrip("*$`_\"'“‘ ").rstrip("*$`_\"'”’ .,;:!")
+    text = text.lstrip("*`_\"'“‘ ").rstrip("*`_\"'”’ .,;:!")
+    in_math = text[:1] == "$" == text[-1:]
+    return text.strip("$ .") if in_math else text
 
 
 def _blanked(aside: re.Match[str]) -> str:
-    """Spaces for what is said in parentheses; a term (3 + 4) stays."""
-    said = re.search(r"[^\W\d_]{2}|=", aside[0])
+    """Spaces for what is said in parentheses: words, or anything after a number. Elsewhere they
+    are a pair or a term: the point (3, 4), 2 * (3 + 4)."""
+    beside = aside.string[aside.start() - 2 : aside.start() - 1]
+    said = beside.isdecimal() or beside == "%" or re.search(r"[^\W\d_]{2}|=", aside[0])
     return " " * len(aside[0]) if said else aside[0]
 
 

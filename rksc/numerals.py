@@ -325,18 +325,18 @@ _PARTS = {"half": 2, "quarter": 4, "third": 3}
 # 5M, 5 M and 5bn, but 5 m only after a currency, and neither 5 M&Ms nor 5 B-52s.
 _SCALE = re.compile(
     rf"([kKMBT])(?![\w&])|[ {THIN}]?(bn|mn)(?!\w)|[ {THIN}]([MB])(?![\w&'-])"
-    rf"|[ {THIN}-](?i:(hundred|thousand|million|billion|trillion|quadrillion|lakh|crore)s?)\b"
+    rf"|[ {THIN}-]{{1,2}}(?i:(hundred|thousand|[mb]illion|(?:t|quad)rillion|lakh|crore)s?)\b"
 )
 _MONEY_SCALE = re.compile(rf"[ {THIN}]?([kmbt])n?(?!\w)", re.IGNORECASE)
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "quadrillion": 10**15, "dozen": 12, "lakh": 10**5, "crore": 10**7}
 _LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _COUNTED = re.compile(
-    rf"[ {THIN}~-]?(?:\\?(%|‰)|(percent(?:s|age)?|per ?cent|pct|dozens?)\b)", re.IGNORECASE
+    rf"[ {THIN}~-]{{0,2}}(?:\\?(%|‰)|(percent(?:s|age)?|per ?cent|pct|dozens?)\b)", re.IGNORECASE
 )
 _UNITS = {"%": "%", "p": "%", "d": "dozen"}
 _FACTORS = {"%": Fraction(1, 100), "‰": Fraction(1, 1000), "dozen": Fraction(12)}
-_HALF_DAY = re.compile(rf"[ {THIN}~]?([ap])(?:\.m\.|m)(?!\w)", re.IGNORECASE)
+_HALF_DAY = re.compile(rf"[ {THIN}~]{{0,2}}([ap])(?:\.m\.|m)(?!\w)", re.IGNORECASE)
 _MONEY_AFTER = re.compile(rf"\\?\$(?!\d)|[ {THIN}]\\?\$(?! ?[\d.-])")
 _LINE_ENDS = re.compile(rf"[{SPACES}.]*(?:\n|\Z)")
 _SOMETHING = re.compile(  # one look where mostly nothing of all this follows
@@ -469,17 +469,16 @@ def _power(base: Value, exponent: int) -> Value:
 
 
 def _divided(text: str, draft: _Draft) -> _Draft | None:
-    """3 / 4, with spaces."""
-    made = None
-    while over := _OVER.match(text, (made or draft).end):
-        run = _RUN.match(text, over.end())
+    """3 / 4 with spaces, and 8 / 2 / 2."""
+    made = draft
+    for _ in range(4):
+        over = _OVER.match(text, made.end)
+        run = _RUN.match(text, over.end()) if over else None
         digits = _digits(run[0], listed=False) if run else None
-        if run is None or digits is None:
+        if run is None or digits is None or not isinstance(made.key, Fraction):
             break
-        made = _fraction(made or draft, _number(run.end(), *digits))
-        if not isinstance(made.key, Fraction):
-            break
-    return made
+        made = _fraction(made, _number(run.end(), *digits))
+    return made if made is not draft else None
 
 
 def _scaled(text: str, draft: _Draft, money: bool) -> _Draft:

@@ -22,6 +22,9 @@ STATED = [
     ("Answer: 5 apples (Tom had 7 at first)", "5"),
     ("The answer is 12, because 30 - 18 is what remains.", "12"),
     ("Answer: 5 (since 7 - 2 = 5)", "5"),
+    ("The answer is 5 (12 - 7).", "5"),
+    ("#### 5 (7)", "5"),
+    ("The answer is the point (3, 4).", "(3, 4)"),
     ("Answer: A\nNo.\nAnswer: B", "B"),
     ("The answer is 5? No.\n\\boxed{6}", "6"),
     ("so\n#### 1,250\n", "1250"),
@@ -62,6 +65,7 @@ STATED = [
     (r"\boxed{\text{The answer is 460}}", "460"),
     (r"\boxed{1{,}234 \text{ cm}^2}", "1234"),
     (r"\boxed{90^{\circ}} \boxed{x = 5}", "5"),
+    (r"\boxed{10:30 \text{ a.m.}}", "10:30 a.m."),
     (r"\boxed{5", "5"),
     # signs
     ("Answer: - 5 degrees", "-5"),
@@ -88,6 +92,8 @@ STATED = [
     # no single number is the answer
     ("Answer: (3, -5)", "(3, -5)"),
     ("Answer: 3 and 4", "3 and 4"),
+    ("Answer: $1,000 - $1,500", "$1,000 - $1,500"),
+    ("Answer: $x + 2$", "x + 2"),
     ("Answer: 5-10", "5-10"),
     ("Answer: 2 hours and 30 minutes", "2 hours and 30 minutes"),
     (
