@@ -323,6 +323,12 @@ struct rk_cuda {
 rk_status rk_cuda_open(rk_cuda **out, const char *path, int ordinal,
                        rk_error *err);
 
+/* A device of that GPU, or, `cuda` NULL, of the CPU with the two that follow.
+ */
+rk_status rk_device_create(rk_device **out, rk_cuda *cuda, rk_isa isa,
+                           int n_threads, const rk_config *config,
+                           const rk_extent *extent, rk_error *err);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,6 +1,6 @@
 """Build parts of csrc as a plain shared library and drive them through ctypes.
 
-`load()` compiles everything below csrc but csrc/py; `load("cpu")` or `load("kv.c", "plan.c")`
+`load()` compiles everything below csrc but csrc/py; `load("cpu")` or `load("kv/kv.c", "kv/plan.c")`
 compiles the named files and directories alone (error.c always comes along), so that a part can be
 tested while its neighbours do not compile. Libraries live in build/native and are rebuilt when a
 source, a header or a flag changes. CC chooses the compiler, RKSC_NATIVE_FLAGS adds flags
@@ -50,7 +50,7 @@ ISA_FLAGS = {
 # ---- building --------------------------------------------------------------------------------
 
 
-def _sources(parts: tuple[str, ...]) -> list[Path]:
+def sources(*parts: str) -> list[Path]:
     """The .c files of the named parts of csrc (files or directories), sorted, once each."""
     found = {SOURCE / "error.c"}
     for part in parts or (".",):
@@ -70,9 +70,9 @@ def _flags(source: Path) -> list[str]:
     return [*FLAGS, *isa, *shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))]
 
 
-def _object(compiler: list[str], source: Path, headers: bytes) -> Path:
+def _object(compiler: list[str], source: Path, headers: bytes, extra: list[str]) -> Path:
     """Compile one file; the name of the object is a hash of all that goes into it."""
-    flags = _flags(source)
+    flags = [*_flags(source), *extra]
     key = hashlib.sha256(headers + source.read_bytes())
     key.update("\0".join([*compiler, *flags, str(source)]).encode())
     target = BUILD / f"{source.stem}-{key.hexdigest()[:16]}.o"
@@ -87,17 +87,24 @@ def _object(compiler: list[str], source: Path, headers: bytes) -> Path:
     return target
 
 
+def objects(sources: list[Path], *extra: str) -> list[Path]:
+    """The object of each .c file, compiled with these flags, too; RuntimeError with the compiler's
+    text."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    headers = b"".join(p.read_bytes() for p in sorted(SOURCE.rglob("*.h")))
+    return [_object(compiler, source, headers, list(extra)) for source in sources]
+
+
 def build(*parts: str) -> Path:
     """Path of a library of the named parts of csrc; RuntimeError with the compiler's text."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    headers = b"".join(p.read_bytes() for p in sorted(SOURCE.rglob("*.h")))
-    objects = [_object(compiler, source, headers) for source in _sources(parts)]
-    key = hashlib.sha256("\0".join(map(str, objects)).encode()).hexdigest()[:16]
+    made = objects(sources(*parts))
+    key = hashlib.sha256("\0".join(map(str, made)).encode()).hexdigest()[:16]
     library = BUILD / f"librksc_test-{key}.so"
     if not library.exists():
         part = library.with_suffix(f".{os.getpid()}.part")
         extra = shlex.split(os.environ.get("RKSC_NATIVE_FLAGS", ""))
-        command = [*compiler, "-shared", "-pthread", *extra, *map(str, objects), "-lm"]
+        command = [*compiler, "-shared", "-pthread", *extra, *map(str, made), "-lm"]
         done = subprocess.run(
             [*command, "-o", str(part)], check=False, capture_output=True, text=True
         )

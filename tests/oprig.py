@@ -18,7 +18,7 @@ TYPES = (RK_F32, RK_BF16)
 
 def library() -> c.CDLL:
     """The CPU backend alone."""
-    return native.load("cpu", "quant.c")
+    return native.load("cpu", "model/quant.c")
 
 
 # ---- numbers ---------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """From a batch to units of attention work (csrc/cuda/work.c): integers, no device.
 
-Trees of branches are planned by csrc/plan.c and cut; then every (row, key) must be read exactly
+Trees of branches are planned by csrc/kv/plan.c and cut; then every (row, key) must be read exactly
 once, from the block that holds it. Seeds are the parametrised numbers.
 """
 
@@ -97,7 +97,7 @@ class Worker:
         max_partials: int = 1 << 20,
         share_keys: int = SHARE_KEYS,
     ) -> None:
-        self.lib = native.load("plan.c", "cuda/panels.c", "cuda/work.c")
+        self.lib = native.load("kv/plan.c", "cuda/panels.c", "cuda/work.c")
         self.planner = Planner(block_tokens)
         self.rule = Rule(block_tokens, *heads, *pairs, wanted_units, max_partials, share_keys)
         self.worker, self.error = c.c_void_p(), Error()

@@ -73,7 +73,7 @@ def test_missing_things_are_found() -> None:
     assert missing_links("[a](nowhere.md), [b](api.md), [c](api.md#no-such)", docs) == [
         "nowhere.md", "api.md#no-such",
     ]  # fmt: skip
-    assert missing_paths("`csrc/kv.c` and `csrc/nothing.c`") == ["csrc/nothing.c"]
+    assert missing_paths("`csrc/kv/kv.c` and `csrc/nothing.c`") == ["csrc/nothing.c"]
     assert missing_tests("test_docs.py::test_no_such, test_docs.py::test_missing_things_are_found")
     assert missing_names("`rksc.load`, rksc.nothing()") == ["nothing"]
 

@@ -1,4 +1,4 @@
-"""Block books: references, the exact-prefix index, reclaiming (csrc/kv.c)."""
+"""Block books: references, the exact-prefix index, reclaiming (csrc/kv/kv.c)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Books:
     """rk_kv with Python's types; every call is followed by rk_kv_check."""
 
     def __init__(self, n_blocks: int, block_tokens: int = 2, hash_bits: int = 64) -> None:
-        self.lib = native.load("kv.c")
+        self.lib = native.load("kv/kv.c")
         self.lib.rk_kv_count.restype = Counts
         self.lib.rk_kv_writable.restype = ctypes.c_bool
         self.n_blocks, self.block_tokens = n_blocks, block_tokens

@@ -1,4 +1,4 @@
-"""From spans to a batch: rows, chunks and attention segments (csrc/plan.c)."""
+"""From spans to a batch: rows, chunks and attention segments (csrc/kv/plan.c)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Plan:
 
 class Planner:
     def __init__(self, block_tokens: int) -> None:
-        self.lib = native.load("plan.c")
+        self.lib = native.load("kv/plan.c")
         self.block_tokens = block_tokens
         self.plan, self.error = c.c_void_p(), Error()
         self.status = self.lib.rk_plan_create(c.byref(self.plan), block_tokens, c.byref(self.error))

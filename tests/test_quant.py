@@ -89,7 +89,7 @@ def test_any_run_of_blocks_alone_is_the_same(type: str) -> None:
 
 def test_rounding_to_bf16_is_to_nearest_even() -> None:
     """Every bf16, and the floats around the middle between it and the next."""
-    library = ctypes.CDLL(str(native.build("quant.c")))
+    library = ctypes.CDLL(str(native.build("model/quant.c")))
     high = np.arange(0, 65536, dtype=np.uint32) << 16
     bits = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     x = bits.astype(np.uint32).view(np.float32)

@@ -95,7 +95,7 @@ def snippets() -> tuple[str, ...]:
     """Real text: problems, prose, code, other languages."""
     problems = (ROOT / "rksc" / "data" / "gsm8k_test_40.jsonl").read_text("utf-8").splitlines()
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    files += [*sorted((ROOT / "rksc").glob("*.py"))[:12], *sorted((ROOT / "csrc").glob("*.c"))[:6]]
+    files += [*sorted((ROOT / "rksc").glob("*.py"))[:12], *sorted((ROOT / "csrc").rglob("*.c"))[:6]]
     return (
         *(json.loads(row)["question"] for row in problems),
         *(path.read_text("utf-8") for path in files),

@@ -7,7 +7,7 @@
 #ifndef RKSC_CPU_BLOCKS_AVX512_H
 #define RKSC_CPU_BLOCKS_AVX512_H
 
-#include "unpack.h"
+#include "model/unpack.h"
 #include "vector_avx512.h"
 
 #define OWN_BLOCKS

@@ -1,6 +1,6 @@
 /* Products in 16-bit integers for every machine. */
 #include "int16.h"
-#include "quant.h"
+#include "model/quant.h"
 
 #include "vector_portable.h"
 

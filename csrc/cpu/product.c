@@ -18,7 +18,7 @@
 
 #include "int16.h"
 #include "int8.h"
-#include "quant.h"
+#include "model/quant.h"
 
 #define STEP 64
 /* Activations of a unit that stay in the second cache. */

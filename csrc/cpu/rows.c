@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "cpu.h"
-#include "quant.h"
+#include "model/quant.h"
 
 #define ROWS 16      /* rows of a unit */
 #define SERIAL 16384 /* elements below which other threads do not pay */

@@ -5,7 +5,7 @@
 #ifndef RKSC_CPU_TEMPLATE_DEQUANT_H
 #define RKSC_CPU_TEMPLATE_DEQUANT_H
 
-#include "unpack.h"
+#include "model/unpack.h"
 
 /* Values of blocks are multiples of 2^-24 where they are finite, so none is
  * subnormal. */

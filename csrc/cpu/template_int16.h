@@ -23,7 +23,7 @@
 
 #include <string.h>
 
-#include "unpack.h"
+#include "model/unpack.h"
 
 #define ROWS (VECTORS * LANES)
 

@@ -20,7 +20,7 @@
 
 #include <string.h>
 
-#include "unpack.h"
+#include "model/unpack.h"
 
 /* ---- activations ------------------------------------------------------------
  */

@@ -5,7 +5,7 @@
 #ifndef RKSC_POLICY_ASKS_H
 #define RKSC_POLICY_ASKS_H
 
-#include "../rksc.h"
+#include "rksc.h"
 
 /* out: (n_layers,), sums to 1 */
 void rk_asks_weights(double *out, int32_t n_layers, double alpha);

@@ -4,7 +4,7 @@
 #ifndef RKSC_POLICY_CGEE_H
 #define RKSC_POLICY_CGEE_H
 
-#include "../rksc.h"
+#include "rksc.h"
 
 typedef struct rk_cgee {
     /* while generating: stop all when best >= stop_top and (best - second) /

@@ -5,7 +5,7 @@
 #ifndef RKSC_POLICY_RSBCM_H
 #define RKSC_POLICY_RSBCM_H
 
-#include "../rksc.h"
+#include "rksc.h"
 
 /* score, confidence: NaN when there is none */
 double rk_rsbcm_omega(double score, double confidence, int32_t depth);

@@ -2,7 +2,7 @@
 #ifndef RKSC_POLICY_SHARES_H
 #define RKSC_POLICY_SHARES_H
 
-#include "../rksc.h"
+#include "rksc.h"
 
 /* Divide `room` rows among n groups that want some, in equal shares: granted
  * [i] <= wanted[i], what one leaves goes to the others, and no group that gets

@@ -6,8 +6,8 @@
  */
 #include "borrow.h"
 
+#include "model/quant.h"
 #include "py.h"
-#include "quant.h"
 #include "tensor.h"
 
 /* ---- asking the producer ------------------------------------------------- */

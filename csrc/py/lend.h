@@ -8,6 +8,9 @@
 #include <dlpack/dlpack.h>
 #include <stdbool.h>
 
+/* The most dimensions that a capsule has. */
+#define RK_LEND_MAX_DIMS 8
+
 /* The keywords of __dlpack__. */
 typedef struct rk_lend_request {
     PyObject *stream; /* borrowed; None where it was not given */
@@ -25,15 +28,5 @@ int rk_lend_read(rk_lend_request *out, PyObject *args, PyObject *kwargs);
  * one. NULL with MemoryError. */
 PyObject *rk_lend_capsule(PyObject *owner, const DLTensor *dl, bool versioned,
                           uint64_t flags);
-
-/* ---- a Tensor ------------------------------------------------------------ */
-
-/* __dlpack__(*, stream, max_version, dl_device, copy) of a Tensor: a new
- * capsule, or NULL with BufferError (block types, another device or a stream,
- * read-only memory for a consumer that cannot be told) or TypeError. */
-PyObject *rk_tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs);
-
-/* __dlpack_device__(): (1, 0), the CPU. */
-PyObject *rk_tensor_lend_device(PyObject *tensor, PyObject *unused);
 
 #endif

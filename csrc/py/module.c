@@ -1,4 +1,5 @@
-/* rksc._core: the module, its state and what belongs to no object. */
+/* rksc._core: what is in the module, and what belongs to no object. Its state
+ * is in state.c. */
 #include "py.h"
 
 #include "tensor.h"
@@ -75,35 +76,6 @@ static int module_exec(PyObject *module)
     return 0;
 }
 
-static int module_traverse(PyObject *module, visitproc visit, void *arg)
-{
-    rk_state *state = PyModule_GetState(module);
-
-    Py_VISIT(state->capacity_error);
-    Py_VISIT(state->tensor_type);
-    Py_VISIT(state->session_type);
-    Py_VISIT(state->branch_type);
-    Py_VISIT(state->device_array_type);
-    return 0;
-}
-
-static int module_clear(PyObject *module)
-{
-    rk_state *state = PyModule_GetState(module);
-
-    Py_CLEAR(state->capacity_error);
-    Py_CLEAR(state->tensor_type);
-    Py_CLEAR(state->session_type);
-    Py_CLEAR(state->branch_type);
-    Py_CLEAR(state->device_array_type);
-    return 0;
-}
-
-static void module_free(void *module)
-{
-    module_clear(module);
-}
-
 static PyModuleDef_Slot SLOTS[] = {
     {Py_mod_exec, module_exec},
 #ifdef Py_mod_multiple_interpreters
@@ -117,34 +89,9 @@ static PyModuleDef_Slot SLOTS[] = {
     {0, NULL},
 };
 
-PyModuleDef rk_module_def = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "rksc._core",
-    .m_doc = "The C extension: sessions and branches over shared KV blocks.",
-    .m_size = sizeof(rk_state),
-    .m_methods = METHODS,
-    .m_slots = SLOTS,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
-};
-
-rk_state *rk_state_of(PyTypeObject *type)
-{
-    for (; type != NULL; type = type->tp_base) {
-        PyObject *module = type->tp_flags & Py_TPFLAGS_HEAPTYPE
-                               ? ((PyHeapTypeObject *)type)->ht_module
-                               : NULL;
-
-        if (module != NULL && PyModule_GetDef(module) == &rk_module_def) {
-            return PyModule_GetState(module);
-        }
-    }
-    PyErr_SetString(PyExc_TypeError, "not a type of rksc._core");
-    return NULL;
-}
-
 PyMODINIT_FUNC PyInit__core(void)
 {
+    rk_module_def.m_methods = METHODS;
+    rk_module_def.m_slots = SLOTS;
     return PyModuleDef_Init(&rk_module_def);
 }

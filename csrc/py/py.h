@@ -25,7 +25,7 @@ typedef struct rk_state {
     PyObject *tensor_type, *session_type, *branch_type, *device_array_type;
 } rk_state;
 
-extern PyModuleDef rk_module_def;
+extern PyModuleDef rk_module_def; /* state.c; methods and slots: module.c */
 
 /* The state of the module that `type`, or a base of it, belongs to. NULL with
  * an exception for a type that is none of ours. */

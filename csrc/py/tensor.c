@@ -8,7 +8,7 @@
 #include "tensor.h"
 
 #include "lend.h"
-#include "quant.h"
+#include "model/quant.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -477,6 +477,114 @@ static PyObject *tensor_array(tensor_object *self, PyObject *args,
     return cast;
 }
 
+/* ---- DLPack ------------------------------------------------------------- */
+
+_Static_assert(RK_TENSOR_MAX_DIMS <= RK_LEND_MAX_DIMS, "a capsule holds them");
+
+/* A Tensor's capsule; its shape and strides are copied. */
+static PyObject *tensor_capsule(PyObject *tensor, bool versioned,
+                                uint64_t flags)
+{
+    static const DLDataType dtypes[] = {
+        [RK_F32] = {kDLFloat, 32, 1},
+        [RK_F16] = {kDLFloat, 16, 1},
+        [RK_BF16] = {kDLBfloat, 16, 1},
+    };
+    int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
+    rk_tensor_view view;
+
+    rk_tensor_look(tensor, &view);
+    for (int i = 0; i < view.n_dims; i++) {
+        shape[i] = view.shape[i];
+    }
+    rk_tensor_strides(strides, &view);
+    DLTensor dl = {
+        .data = view.n_elements > 0 ? (void *)view.data : NULL,
+        .device = {kDLCPU, 0},
+        .ndim = view.n_dims,
+        .dtype = dtypes[view.type],
+        .shape = shape,
+        .strides = strides,
+    };
+    return rk_lend_capsule(tensor, &dl, versioned, flags);
+}
+
+/* The same tensor over fresh, writable memory; a new reference. */
+static PyObject *copied(PyObject *tensor)
+{
+    PyObject *bytes, *shape, *copy = NULL;
+    rk_tensor_view view;
+
+    rk_tensor_look(tensor, &view);
+    bytes = PyByteArray_FromStringAndSize(view.data, (Py_ssize_t)view.n_bytes);
+    shape = PyObject_GetAttrString(tensor, "shape");
+    if (bytes != NULL && shape != NULL) {
+        copy = PyObject_CallFunction((PyObject *)Py_TYPE(tensor), "OsO", bytes,
+                                     rk_type_get(view.type)->name, shape);
+    }
+    Py_XDECREF(bytes);
+    Py_XDECREF(shape);
+    return copy;
+}
+
+/* A new capsule, or NULL with BufferError (block types, another device or a
+ * stream, read-only memory for a consumer that cannot be told) or TypeError. */
+static PyObject *tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
+{
+    rk_lend_request request;
+    rk_tensor_view view;
+    uint64_t flags = 0;
+    PyObject *capsule = NULL;
+
+    if (rk_lend_read(&request, args, kwargs) < 0) {
+        return NULL;
+    }
+    if (request.stream != Py_None) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor lies in CPU memory, stream must "
+                        "be None");
+        return NULL;
+    }
+    if (request.placed && (request.device != kDLCPU || request.ordinal != 0)) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: a Tensor can only be exported to the CPU, "
+                        "dl_device (1, 0)");
+        return NULL;
+    }
+    rk_tensor_look(tensor, &view);
+    if (rk_type_get(view.type)->block_elements > 1) {
+        return PyErr_Format(PyExc_BufferError,
+                            "__dlpack__: DLPack has no type for %s blocks; use "
+                            "Tensor.numpy() for float32 values",
+                            rk_type_get(view.type)->name);
+    }
+    if (request.copy) {
+        tensor = copied(tensor);
+        flags |= DLPACK_FLAG_BITMASK_IS_COPIED;
+    } else {
+        Py_INCREF(tensor);
+        flags |= view.readonly ? DLPACK_FLAG_BITMASK_READ_ONLY : 0;
+    }
+    if (tensor == NULL) {
+        return NULL;
+    }
+    if (!request.versioned && (flags & DLPACK_FLAG_BITMASK_READ_ONLY)) {
+        PyErr_SetString(PyExc_BufferError,
+                        "__dlpack__: read-only memory needs a consumer of "
+                        "DLPack 1.0 (max_version=(1, 0)), or copy=True");
+    } else {
+        capsule = tensor_capsule(tensor, request.versioned, flags);
+    }
+    Py_DECREF(tensor);
+    return capsule;
+}
+
+static PyObject *tensor_lend_device(PyObject *Py_UNUSED(tensor),
+                                    PyObject *Py_UNUSED(unused))
+{
+    return Py_BuildValue("(ii)", (int)kDLCPU, 0);
+}
+
 /* ---- the type ---------------------------------------------------------- */
 
 static PyMethodDef METHODS[] = {
@@ -487,13 +595,13 @@ static PyMethodDef METHODS[] = {
     {"__array__", (PyCFunction)(void (*)(void))tensor_array,
      METH_VARARGS | METH_KEYWORDS,
      "__array__(dtype=None, copy=None)\n--\n\nnumpy(), cast to dtype."},
-    {"__dlpack__", (PyCFunction)(void (*)(void))rk_tensor_lend,
+    {"__dlpack__", (PyCFunction)(void (*)(void))tensor_lend,
      METH_VARARGS | METH_KEYWORDS,
      "__dlpack__(*, stream=None, max_version=None, dl_device=None, "
      "copy=None)\n--\n\n"
      "F32, F16 or BF16 memory as a DLPack capsule, without a copy unless asked "
      "for."},
-    {"__dlpack_device__", rk_tensor_lend_device, METH_NOARGS,
+    {"__dlpack_device__", tensor_lend_device, METH_NOARGS,
      "__dlpack_device__()\n--\n\n(1, 0): the CPU."},
     {NULL, NULL, 0, NULL},
 };

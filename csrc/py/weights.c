@@ -15,8 +15,8 @@
 
 #include "borrow.h"
 #include "dense.h"
+#include "model/quant.h"
 #include "py.h"
-#include "quant.h"
 
 #include <stdlib.h>
 #include <string.h>

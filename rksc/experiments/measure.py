@@ -107,7 +107,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def difference(own: Sequence[int], root: Sequence[int]) -> tuple[int, int, int]:
-    """begin, end of own, end of root: the tokens that differ, as csrc/probe.c finds them."""
+    """begin, end of own, end of root: the tokens that differ, as csrc/engine/probe.c finds them."""
     head, shorter = common(own, root), min(len(own), len(root))
     tail = 0
     while tail < shorter - head and own[-1 - tail] == root[-1 - tail]:

@@ -53,7 +53,7 @@ def _included(source: Path, folders: list[Path], found: dict[Path, bytes]) -> No
                 break
 
 
-def _compile(source: Path, root: Path) -> Path:
+def compiled(source: Path, root: Path) -> Path:
     plain = source.suffix == ".c"
     compiler = shlex.split(os.environ.get(*(("CC", "cc") if plain else ("CXX", "c++"))))
     abi = [ABI(root / "csrc")] if plain else []
@@ -90,7 +90,7 @@ def build(probes: bool = False) -> Path:
     files = [*runtime(), HERE / "probes.cu"] if probes else sources(root)
     BUILD.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda p: _compile(p, root), files))
+        objects = list(pool.map(lambda p: compiled(p, root), files))
     key = hashlib.sha256("\0".join(map(str, objects)).encode()).hexdigest()[:16]
     library = BUILD / f"rksc_cuda_host-{key}.so"
     if not library.exists():

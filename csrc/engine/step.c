@@ -14,7 +14,24 @@
  */
 #include <string.h>
 
-#include "state.h"
+#include "step.h"
+
+int32_t rk_step_pending(const rk_session *s, rk_branch *const *branches,
+                        int32_t n, rk_item *items)
+{
+    int32_t n_items = 0, room = s->options.step_tokens;
+    for (int32_t i = 0; i < n && room > 0; i++) {
+        rk_branch *b = branches[i];
+        int32_t left = b->n_tokens - b->n_computed;
+        if (left > 0) {
+            left = left < room ? left : room;
+            items[n_items++] =
+                (rk_item){b, b->n_computed, b->n_computed + left, true};
+            room -= left;
+        }
+    }
+    return n_items;
+}
 
 static void pin(const rk_item *items, int32_t n_items, int32_t by)
 {

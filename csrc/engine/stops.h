@@ -3,7 +3,7 @@
 #ifndef RKSC_STOPS_H
 #define RKSC_STOPS_H
 
-#include "session.h"
+#include "requests.h"
 
 /* A text's last bytes that may still belong to a stop string. */
 typedef struct rk_stop_window {

@@ -12,7 +12,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "state.h"
+#include "branches.h"
+#include "step.h"
+#include "verify.h"
 
 static double sigmoid(double x)
 {

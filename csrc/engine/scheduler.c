@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "branches.h"
 #include "scheduler.h"
 
 /* ---- life ---------------------------------------------------------------- */

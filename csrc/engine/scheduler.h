@@ -1,8 +1,9 @@
-/* What scheduler.c (the life of a request) and turns.c (its rows) share. */
+/* What scheduler.c (the life of a request), turns.c (its rows) and session.c
+ * share. */
 #ifndef RKSC_SCHEDULER_H
 #define RKSC_SCHEDULER_H
 
-#include "state.h"
+#include "step.h"
 #include "stops.h"
 
 typedef struct rk_group {
@@ -46,5 +47,14 @@ void rk_turns_release(rk_request *request);
 /* Blocks have run out: send one running request back to wait; false when only
  * one runs, which is to blame then. */
 bool rk_turns_preempt(rk_scheduler *scheduler);
+
+/* ---- scheduler.c --------------------------------------------------------- */
+
+void rk_scheduler_free(rk_scheduler *scheduler);
+/* The branch is about to go: retire its request, forget it in records. */
+void rk_scheduler_forget(rk_session *s, rk_branch *branch);
+/* Outside a step exactly the branches of running requests are pinned, and
+ * those of requests that have not ended are busy. */
+rk_status rk_scheduler_check(const rk_session *s, rk_error *err);
 
 #endif

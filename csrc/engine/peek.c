@@ -6,7 +6,9 @@
  */
 #include <math.h>
 
-#include "state.h"
+#include "branches.h"
+#include "peek.h"
+#include "step.h"
 
 rk_status rk_session_peek(rk_session *s, rk_branch *branch, rk_error *err)
 {

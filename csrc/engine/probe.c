@@ -15,7 +15,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "state.h"
+#include "branches.h"
+#include "probe.h"
+#include "step.h"
 
 /* ---- means of hidden states ---------------------------------------------- */
 

@@ -1,5 +1,5 @@
-/* The way to the CUDA backend: a shared object, opened when a session first
- * asks for a GPU. */
+/* Which backend: the CPU's, or the CUDA backend, a shared object that is opened
+ * when a session first asks for a GPU. */
 #include "backend.h"
 
 #include <dlfcn.h>
@@ -28,4 +28,13 @@ rk_status rk_cuda_open(rk_cuda **out, const char *path, int ordinal,
         (*out)->calls = calls;
     }
     return status;
+}
+
+rk_status rk_device_create(rk_device **out, rk_cuda *cuda, rk_isa isa,
+                           int n_threads, const rk_config *config,
+                           const rk_extent *extent, rk_error *err)
+{
+    return cuda != NULL
+               ? cuda->calls->create(out, cuda, config, extent, err)
+               : rk_cpu_create(out, config, extent, isa, n_threads, err);
 }
