@@ -372,22 +372,23 @@ static void few_rows_of_blocks(const cpu_product *job)
     const int32_t panel_bytes = steps * 2 * TILE_BYTES;
     for (int32_t j = 0; j < job->n; j += 2 * SIDE) {
         const uint8_t *rows = (const uint8_t *)job->w + j * row_bytes;
-        const char *next = (const char *)rows + 2 * SIDE * row_bytes;
+        const uint8_t *next = rows + 2 * SIDE * row_bytes;
         const int32_t n = at_most(job->n - j, 2 * SIDE);
-        const int32_t ahead =
-            at_most(job->n - j - n, 2 * SIDE) * info->block_bytes;
         zero_tiles();
         for (int32_t b = 0; b <= n_blocks; b++) {
             char *panels = job->scratch;
             if (b < n_blocks) {
-                const block_walk walk = {rows + b * info->block_bytes,
-                                         row_bytes, DEPTH, 2 * SIDE * DEPTH, n};
+                const block_walk walk = {
+                    .from = rows + b * info->block_bytes,
+                    .step = row_bytes,
+                    .to = DEPTH,
+                    .run = 2 * SIDE * DEPTH,
+                    .n = n,
+                    .later = j + n < job->n ? next + b * n * info->block_bytes
+                                            : NULL};
                 blocks_bf16((uint16_t *)(panels + b % 2 * panel_bytes),
                             job->type, &walk);
                 BARRIER();
-                for (int32_t i = 0; i < ahead; i += 64) {
-                    _mm_prefetch(next + b * ahead + i, _MM_HINT_T1);
-                }
             }
             if (b > 0) {
                 const tile_view w = {panels + (b - 1) % 2 * panel_bytes,

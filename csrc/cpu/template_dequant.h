@@ -18,20 +18,21 @@
 
 /* Types with a way of their own in an instruction set. */
 #if !defined(OWN_BLOCKS)
-#define OWN_bf16(out, type, bytes) false
+#define OWN_bf16(out, run, type, bytes) false
 #else
-#define OWN_bf16(out, type, bytes) put_own_block(out, type, bytes)
-INLINE bool put_own_block(uint16_t *out, rk_type type, const uint8_t *bytes)
+#define OWN_bf16(out, run, type, bytes) put_own_block(out, run, type, bytes)
+INLINE bool put_own_block(uint16_t *out, int64_t run, rk_type type,
+                          const uint8_t *bytes)
 {
     vb x;
     if (!own_block(&x, type, bytes)) {
-        return false;
+        return own_super_block(out, run, type, bytes);
     }
     vb_store(out, x);
     return true;
 }
 #endif
-#define OWN_f32(out, type, bytes) false
+#define OWN_f32(out, run, type, bytes) false
 
 /* n blocks that lie `step` bytes apart to `out`, `to` elements apart; of one
  * block, runs of 32 values lie `run` elements apart. What follows a block in
@@ -40,6 +41,9 @@ typedef struct block_walk {
     const uint8_t *from;
     int64_t step, to, run;
     int32_t n;
+    /* NULL, or n more blocks, side by side, that will be wanted later: fetched
+     * a block at a time, since a burst of fetches holds up what follows. */
+    const uint8_t *later;
 } block_walk;
 
 #define DEFINE_DEQUANT(NAME, TYPE, BLOCK, GROUP, OFFSET, COMPUTE, ELEMENT)     \
@@ -47,7 +51,7 @@ typedef struct block_walk {
                                          const uint8_t *bytes)                 \
     {                                                                          \
         rk_unpacked x;                                                         \
-        if (OWN_##COMPUTE(out, RK_##NAME, bytes)) {                            \
+        if (OWN_##COMPUTE(out, run, RK_##NAME, bytes)) {                       \
             return;                                                            \
         }                                                                      \
         rk_unpack_##TYPE(&x, bytes);                                           \
@@ -67,8 +71,13 @@ typedef struct block_walk {
     {                                                                          \
         const uint8_t *from = walk->from;                                      \
         const int64_t step = walk->step, to = walk->to, run = walk->run;       \
+        const uint8_t *later = walk->later;                                    \
+        const int64_t bytes = rk_type_get(RK_##NAME)->block_bytes;             \
         for (int32_t i = 0; i < walk->n; i++, from += step, out += to) {       \
             __builtin_prefetch(from + 128);                                    \
+            for (int64_t b = 0; later != NULL && b < bytes; b += 64) {         \
+                __builtin_prefetch(later + i * bytes + b, 0, 2);               \
+            }                                                                  \
             block_##TYPE##_##COMPUTE(out, run, from);                          \
         }                                                                      \
     }
