@@ -55,7 +55,7 @@ class _Versioned(c.Structure):
 
 
 _NAMES = {_Legacy: b"dltensor", _Versioned: b"dltensor_versioned"}
-_python = c.pythonapi
+_python = c.PyDLL(None)  # pythonapi is shared: others set its types, too
 _python.PyCapsule_New.restype = c.py_object
 _python.PyCapsule_New.argtypes = (c.c_void_p, c.c_char_p, c.c_void_p)
 _python.PyCapsule_IsValid.argtypes = (c.c_void_p, c.c_char_p)
