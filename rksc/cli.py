@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
@@ -100,6 +101,16 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
     v.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
     v.add_argument("--max-rows", type=_count, default=64, help="samples that run at once")
+    v.add_argument("--api-key", action="append", default=[], metavar="KEY",
+                   help="a key that requests must bring (better: RKSC_API_KEY in the "
+                        "environment, which no list of processes shows)")  # fmt: skip
+    v.add_argument("--no-api-key", action="store_true",
+                   help="let other machines in without a key")  # fmt: skip
+    v.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
+                   help="a name or an address by which it may be called, beside the loopback's and "
+                        "that of --host")  # fmt: skip
+    v.add_argument("--log-level", choices=("info", "warning", "error"), default="info",
+                   help="info: a line for each request (default)")  # fmt: skip
     v.set_defaults(run=_serve)
 
     e = commands.add_parser(
@@ -248,17 +259,21 @@ def as_json(solution: Solution) -> dict[str, Any]:
 
 def _serve(options: argparse.Namespace) -> int:
     try:
+        from .access import Access
         from .serve import serve
     except ImportError as error:
         raise ImportError(f"{error.name} is missing: pip install 'rksc[serve]'") from None
     from .clients._engine import Engine
 
+    set_key = os.environ.get("RKSC_API_KEY")
+    keys = (*options.api_key, *([set_key] if set_key else []))
+    access = Access(frozenset(options.allowed_host), keys)
+    access.at(options.host, no_key=options.no_api_key)  # before a model is loaded for nothing
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("rksc.serve").setLevel(options.log_level.upper())
     model = load(options.model)
-    serve(
-        Engine(model, max_rows=options.max_rows, kv_bytes=options.kv, **_engine(options)),
-        options.host,
-        options.port,
-    )
+    engine = Engine(model, max_rows=options.max_rows, kv_bytes=options.kv, **_engine(options))
+    serve(engine, options.host, options.port, access, no_key=options.no_api_key)
     return 0
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SPACE = "\u2581"  # how SentencePiece spells a space
 
+_LONG = 4096  # characters: what takes milliseconds
 _NOWHERE = "\ufdd0" * 2  # noncharacters: in no text
 
 
@@ -48,14 +49,14 @@ class Pipeline:
     ) -> list[int]:
         """plain: None, or special tokens and these others are text where they are spelled."""
         with reading(f"{self._where}: the text cannot be split"):
-            ids: list[int] = self._variant(plain, start).encode(text, add_special_tokens=False).ids
+            ids: list[int] = _encoded(self._variant(plain, start), text).ids
         return ids
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Where each token of `encode(text)` begins and ends in the text."""
         with reading(f"{self._where}: the text cannot be split"):
             spans: list[tuple[int, int]]
-            spans = self.library_object.encode(text, add_special_tokens=False).offsets
+            spans = _encoded(self.library_object, text, offsets=True).offsets
         return spans
 
     def vocabulary(self) -> dict[str, int]:
@@ -82,6 +83,14 @@ class Pipeline:
             variant.encode_special_tokens = plain is not None
             self._variants[plain, start] = variant
         return self._variants[plain, start]
+
+
+def _encoded(pipeline: tokenizers.Tokenizer, text: str, offsets: bool = False) -> Any:
+    """A long text as a batch of one: the library holds the GIL for a single text."""
+    if len(text) < _LONG:
+        return pipeline.encode(text, add_special_tokens=False)
+    encode = pipeline.encode_batch if offsets else pipeline.encode_batch_fast
+    return encode([text], add_special_tokens=False)[0]
 
 
 def _make_plain(described: dict[str, Any], others: frozenset[str]) -> None:

@@ -1,43 +1,62 @@
-"""`rksc serve`: OpenAI's HTTP API over one engine (extra `[serve]`: starlette and uvicorn).
+"""`rksc serve`: OpenAI's HTTP API over one engine (extra `[serve]`).
 
-One thread steps the engine and serves all requests in each step; handlers read bodies, queue
-samples and wait for their tokens on the event loop. A connection that closes ends its samples, and
-their KV is free with the next step.
+One thread steps the engine and serves all requests in each step. The event loop moves bytes and
+nothing else: bodies are read into requests, and answers written, in threads of their own, large
+ones one at a time, so that no request holds up another one or `/health`. A connection that closes,
+or that nobody reads from, ends its samples, and their KV is free with the next step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .access import Access
 from .clients._engine import Engine, Sample
 from .clients._errors import RequestError, error_of
-from .clients._wire import Chunks, Request, lean, read_chat, read_completion, response
+from .clients._json import dumps, read_json, written
+from .clients._wire import Chunks, Request, read_chat, read_completion, read_model
 from .clients.openai import model_card, no_model
+from .metering import Meter, Metered, log, remember
 from .results import Token
 
-MAX_BODY = 8 << 20  # bytes of a request
+MAX_BODY = 4 << 20  # bytes of a request
 MAX_WAITING = 4096  # samples in the queue; more is a 503
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LARGE = 64 << 10  # bytes: such bodies are read one at a time
+MAX_LARGE = 16  # of these that wait; more is a 503
+MAX_UNREAD = 1 << 14  # tokens of a stream that wait for its reader; more ends it
+BODY_SECONDS = 60.0  # until a body has come
+WRITE_SECONDS = 60.0  # until the reader of a stream takes a piece of it
+GRACE_SECONDS = 3
 
 Read = Callable[[Engine, Mapping[str, Any], str], Request]
+T = TypeVar("T")
 
 
 class Worker:
@@ -66,9 +85,13 @@ class Worker:
         self._unwanted.extend(samples)
         self._wake.set()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        """After the present step; does not wait."""
         self._stopping = True
         self._wake.set()
+
+    def join(self) -> None:
+        self.end()
         self._thread.join()
 
     def _run(self) -> None:
@@ -95,64 +118,138 @@ class Answer:
     def __init__(self, worker: Worker, request: Request) -> None:
         self.request = request
         self._worker = worker
-        self._news: asyncio.Queue[tuple[Sample, Token | None]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def tell(sample: Sample, token: Token | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits
-                loop.call_soon_threadsafe(self._news.put_nowait, (sample, token))
-
+        self._news: deque[tuple[Sample, Token | None]] = deque()
+        self._came = asyncio.Event()
+        self._told = False  # the loop knows that something has come
+        self._loop = asyncio.get_running_loop()
         for sample in request.samples:
-            sample.on_token = tell
+            sample.on_token = self._tell
         worker.submit(request.samples)
 
-    async def tokens(self) -> AsyncGenerator[tuple[Sample, Token], None]:
-        """Until all samples have ended; the error of one that failed. Left early, it cancels."""
+    def _tell(self, sample: Sample, token: Token | None) -> None:
+        """From the engine's thread."""
+        if token is not None and token.finish_reason is None and not self.request.stream:
+            return  # the whole answer is written at the end
+        unread = len(self._news) >= MAX_UNREAD
+        self._news.append((sample, None if unread else token))
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits
+                self._loop.call_soon_threadsafe(self._came.set)
+        if unread:
+            raise RequestError(f"the answer is not read: {MAX_UNREAD} tokens of it wait")
+
+    async def tokens(self) -> AsyncGenerator[list[tuple[Sample, Token]], None]:
+        """What has come, until all samples have ended; the error of one that failed."""
         left = len(self.request.samples)
-        try:
-            while left:
-                sample, token = await self._news.get()
+        while left:
+            await self._came.wait()
+            self._came.clear()
+            self._told = False
+            news: list[tuple[Sample, Token]] = []
+            while self._news:
+                sample, token = self._news.popleft()
                 if token is None:
-                    raise sample.error or RuntimeError("the server stops")
+                    if news:
+                        yield news
+                    raise sample.error or RequestError("the server stops", status_code=503)
                 left -= token.finish_reason is not None
-                yield sample, token
-        finally:
-            if left:
-                self._worker.abandon(self.request.samples)
+                news.append((sample, token))
+            yield news
 
-    async def wait(self, connection: HTTPRequest) -> bool:
-        """To the end; False when the connection closed before."""
+    async def end(self) -> None:
+        async for _ in self.tokens():
+            pass
 
-        async def all_tokens() -> None:
-            async with contextlib.aclosing(self.tokens()) as tokens:
-                async for _ in tokens:
-                    pass
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        left = [sample for sample in self.request.samples if not sample.ended]
+        if left:
+            self._worker.abandon(left)
 
-        work = asyncio.create_task(all_tokens())
-        watch = asyncio.create_task(_closed(connection))
+
+class Threads:
+    """Threads for what would hold up the event loop: small work side by side, large work one piece
+    after the other, so that it never holds up the small."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(4, "rksc-small")
+        self._large = ThreadPoolExecutor(1, "rksc-large")
+        self.n_large = 0  # pieces of large work that wait or run
+
+    async def run(self, large: bool, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        if not large:
+            return await loop.run_in_executor(self._small, work)
+        self.n_large += 1
         try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            return work.done()
+            return await loop.run_in_executor(self._large, work)
         finally:
-            for task in (work, watch):
-                task.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
+            self.n_large -= 1
+
+    def close(self) -> None:
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def _closed(connection: HTTPRequest) -> None:
-    while (await connection.receive())["type"] != "http.disconnect":
-        pass
+async def _unless_closed(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work; False when the connection closed before its end, and then it is cancelled."""
+
+    async def closed() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(closed())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task.done()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class EventStream:
+    """A response of pieces as they come. It ends when its reader goes, or does not take a piece
+    for a while: then the connection is closed. close: called when it ends."""
+
+    _HEADERS = (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+    )
+
+    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self._pieces, self._close = pieces, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_closed(receive, self._write(send))
+        finally:
+            self._close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._HEADERS})
+        async for piece in self._pieces:
+            body = {"type": "http.response.body", "body": piece, "more_body": True}
+            try:
+                await asyncio.wait_for(send(body), WRITE_SECONDS)
+            except asyncio.TimeoutError:
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _refusal(error: Exception) -> JSONResponse:
     """The answer to a request that ends with this."""
     found = error_of(error)
-    return JSONResponse({"error": found.body}, found.status_code)
+    if found.status_code == 500:
+        log.error("a request failed", exc_info=error)
+    headers = {"WWW-Authenticate": "Bearer"} if found.status_code == 401 else None
+    return JSONResponse({"error": found.body}, found.status_code, headers)
 
 
-async def _body(connection: HTTPRequest) -> Mapping[str, Any]:
+async def _body(connection: HTTPRequest) -> bytes:
     kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a web page may send anywhere is of other types
         raise RequestError(
@@ -165,13 +262,7 @@ async def _body(connection: HTTPRequest) -> Mapping[str, Any]:
         data += piece
         if len(data) > MAX_BODY:
             raise RequestError(f"the body has more than {MAX_BODY} bytes", status_code=413)
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    return body
+    return bytes(data)
 
 
 class Service:
@@ -180,19 +271,35 @@ class Service:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._worker: Worker | None = None
+        self._threads = Threads()
+        self.meter = Meter(engine)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._worker = Worker(self._engine)
+        await run_in_threadpool(self._warm_up)
         try:
             yield
         finally:
-            await run_in_threadpool(self._worker.stop)
+            await run_in_threadpool(self._worker.join)
+            self._threads.close()
 
-    async def chat(self, connection: HTTPRequest) -> Response:
+    def _warm_up(self) -> None:
+        """What the first chat would build: it takes seconds, and holds up everybody."""
+        special = next(iter(self._engine.special.values()), b"").decode()
+        with contextlib.suppress(ValueError, ImportError):  # a model without chats
+            for text in ("a", f"a {special}"):
+                read_chat(self._engine, {"messages": [{"role": "user", "content": text}]}, "")
+
+    def end(self) -> None:
+        """Tell whoever still waits for an answer that there will be none."""
+        if self._worker is not None:
+            self._worker.end()
+
+    async def chat(self, connection: HTTPRequest) -> Response | EventStream:
         return await self._complete(connection, read_chat)
 
-    async def completion(self, connection: HTTPRequest) -> Response:
+    async def completion(self, connection: HTTPRequest) -> Response | EventStream:
         return await self._complete(connection, read_completion)
 
     async def models(self, _: HTTPRequest) -> Response:
@@ -209,72 +316,85 @@ class Service:
             return _refusal(RequestError("the engine's thread has ended", status_code=503))
         return JSONResponse({"status": "ok"})
 
-    async def _complete(self, connection: HTTPRequest, read: Read) -> Response:
+    async def metrics(self, _: HTTPRequest) -> Response:
+        figures = await self._threads.run(False, self.meter.figures)
+        return Response(figures, media_type=CONTENT_TYPE_LATEST)
+
+    async def _complete(self, connection: HTTPRequest, read: Read) -> Response | EventStream:
         try:
-            body = await _body(connection)
-            name = body.get("model") or self._engine.name
-            request = await run_in_threadpool(read, self._engine, body, str(name))
-            if self._engine.n_waiting + len(request.samples) > MAX_WAITING:
-                waiting = f"{self._engine.n_waiting} samples wait already"
-                raise RequestError(waiting, status_code=503)
+            request = await self._request(connection, read)
+            remember(connection.scope, request)
             assert self._worker is not None
             answer = Answer(self._worker, request)
             if request.stream:
-                return StreamingResponse(self._events(answer), media_type="text/event-stream")
-            if not await answer.wait(connection):
-                return Response(status_code=499)  # nobody reads it
-            made = await run_in_threadpool(response, self._engine, request)
-            return JSONResponse(lean(made))
+                return EventStream(self._events(answer), answer.close)
+            try:
+                if not await _unless_closed(connection.receive, answer.end()):
+                    return Response(status_code=499)  # nobody reads it
+            finally:
+                answer.close()
+            text = await self._threads.run(
+                request.costly, lambda: b"".join(written(self._engine, request))
+            )
+            return Response(text, media_type="application/json")
+        except ClientDisconnect:
+            return Response(status_code=499)
         except Exception as error:
             return _refusal(error)
 
-    async def _events(self, answer: Answer) -> AsyncIterator[str]:
+    async def _request(self, connection: HTTPRequest, read: Read) -> Request:
+        """What the connection asks for, if there is room in the queue."""
+        try:
+            data = await asyncio.wait_for(_body(connection), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            said = f"the body has not come within {BODY_SECONDS:g} s"
+            raise RequestError(said, status_code=408) from None
+
+        def work() -> Request:
+            body = read_json(data)
+            return read(self._engine, body, read_model(body, self._engine.name))
+
+        large = len(data) > LARGE
+        if large and self._threads.n_large >= MAX_LARGE:
+            raise RequestError(f"{MAX_LARGE} large requests wait already", status_code=503)
+        request = await self._threads.run(large, work)
+        waiting = self._engine.n_waiting
+        if waiting + len(request.samples) > MAX_WAITING:
+            raise RequestError(f"{waiting} samples wait already", status_code=503)
+        return request
+
+    async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
         chunks = Chunks(self._engine, answer.request)
-        async with contextlib.aclosing(answer.tokens()) as tokens:
-            try:
-                for chunk in await run_in_threadpool(list, chunks.opening()):
-                    yield _event(chunk)
-                async for sample, token in tokens:
-                    for chunk in chunks.of(sample, token):
-                        yield _event(chunk)
-                for chunk in chunks.closing():
-                    yield _event(chunk)
-            except Exception as error:
-                yield _event({"error": error_of(error).body})
-        yield "data: [DONE]\n\n"
+        try:
+            yield await self._threads.run(answer.request.costly, lambda: _events(chunks.opening()))
+            async for news in answer.tokens():
+                made = [chunk for sample, token in news for chunk in chunks.of(sample, token)]
+                if made:
+                    yield _events(made)
+            yield _events(chunks.closing())
+        except Exception as error:
+            yield _events([{"error": error_of(error).body}])
+        yield b"data: [DONE]\n\n"
 
 
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(lean(value))}\n\n"
+def _events(values: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(b"data: " + dumps(value) + b"\n\n" for value in values)
 
 
 class Guard:
-    """Refuses what a web page from elsewhere sends through its reader's browser: by a host name of
-    its own that leads to this address, or across origins, which a browser lets pass and names."""
+    """ASGI middleware: lets in what the access allows."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] | None) -> None:
-        self._app, self._hosts = app, hosts
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
-
-    def _refusal(self, headers: Headers) -> Response | None:
-        host, origin = headers.get("host", ""), headers.get("origin")
-        own = _host_name(f"//{host}")
-        if self._hosts is not None and own not in self._hosts:
-            return _refusal(RequestError(f"this server is not called {host!r}"))
-        if origin is not None and (_host_name(origin) or origin) not in (own, *LOOPBACK):
-            return _refusal(RequestError(f"web pages of {origin} are refused", status_code=403))
-        return None
-
-
-def _host_name(url: str) -> str | None:
-    """In lower case, without port and brackets; None where there is none."""
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                self._access.check(scope["path"], Headers(scope=scope))
+            except RequestError as error:
+                app = _refusal(error)
+        await app(scope, receive, send)
 
 
 def _no_route(connection: HTTPRequest, error: Exception) -> Response:
@@ -286,38 +406,71 @@ def _no_route(connection: HTTPRequest, error: Exception) -> Response:
     return JSONResponse({"error": found.body}, found.status_code, error.headers)
 
 
-def application(engine: Engine, hosts: Collection[str] | None = None) -> Starlette:
-    """The ASGI application. hosts: names under which it may be called; None: any."""
+def application(engine: Engine, access: Access | None = None) -> Starlette:
+    """The ASGI application. access: who may use it; by default whoever calls it by a name of the
+    loopback."""
     service = Service(engine)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.completion, methods=["POST"]),
             Route("/v1/models", service.models),
             Route("/v1/models/{model:path}", service.model),
             Route("/health", service.health),
+            Route("/metrics", service.metrics),
         ],
-        middleware=[Middleware(Guard, hosts=hosts)],
+        middleware=[
+            Middleware(Metered, meter=service.meter),
+            Middleware(Guard, access=access or Access()),
+        ],
         exception_handlers={HTTPException: _no_route},
         lifespan=service.lifespan,
     )
+    app.state.end = service.end
+    return app
 
 
-def serve(engine: Engine, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until Ctrl-C or SIGTERM; what still runs then gets three seconds. OSError: the
-    address is taken."""
-    import uvicorn
+class _Server(uvicorn.Server):
+    """When it is told to end, it ends what still runs after some seconds."""
 
-    hosts = LOOPBACK if host in LOOPBACK else None
-    config = uvicorn.Config(
-        application(engine, hosts), log_level="warning", timeout_graceful_shutdown=3
-    )
+    def __init__(self, config: uvicorn.Config, end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end = end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end)
+        await super().shutdown(sockets)
+
+
+def serve(
+    engine: Engine,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    access: Access | None = None,
+    *,
+    no_key: bool = False,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; what still runs then has GRACE_SECONDS to end.
+
+    access: who may use it. ValueError: the address can be reached from other machines, and there
+    is neither a key nor `no_key`. OSError: the address is taken.
+    """
+    access = (access or Access()).at(host, no_key=no_key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=128) as listener:
-        name = f"[{host}]" if ":" in host else host
-        print(
-            f"{engine.name} on http://{name}:{listener.getsockname()[1]}/v1 (Ctrl-C ends)",
-            flush=True,
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: connections inherit it
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * WRITE_SECONDS)
+            )
+        app = application(engine, access)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS + 2,
         )
+        name = f"[{host}]" if ":" in host else host
+        bound = listener.getsockname()[1]
+        print(f"{engine.name} on http://{name}:{bound}/v1 (Ctrl-C ends)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+            _Server(config, app.state.end).run(sockets=[listener])

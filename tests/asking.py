@@ -8,6 +8,9 @@ from letters import Letters
 
 LONG = "the abc of 12 things, " * 4
 ASK: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+ANSWER: dict[str, Any] = {
+    "messages": ASK, "temperature": 0.9, "seed": 4, "n": 3, "max_tokens": 12, "ignore_eos": True,
+}  # fmt: skip
 
 
 def texts(answer: Any) -> list[str]:

@@ -19,9 +19,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
     from models import Small
+    from serving import Server
 
     from rksc import BranchSession, Model
     from rksc.clients import OpenAI
+    from rksc.clients._engine import Engine
 
 Factory = Callable[..., "BranchSession"]
 
@@ -112,6 +114,28 @@ def make_client(make_session: Factory) -> Callable[..., OpenAI]:
 @pytest.fixture
 def client(make_client: Callable[..., OpenAI]) -> OpenAI:
     return make_client()
+
+
+@pytest.fixture
+def engine(make_session: Factory) -> Engine:
+    """An engine on the small model T4, which speaks Letters."""
+    from letters import Letters
+
+    from rksc.clients._engine import Engine
+
+    return Engine(make_session("T4", tokenizer=Letters(chat=True)))
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[Server]:
+    """`rksc serve` on it, in a thread of this process; at the end nothing of a request is left."""
+    pytest.importorskip("uvicorn")
+    from serving import Server
+
+    server = Server(engine)
+    yield server
+    server.stop()
+    assert engine.session.stats().branches == 0
 
 
 @pytest.fixture(scope="session")

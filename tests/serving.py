@@ -7,24 +7,27 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
+from rksc.access import Access
 from rksc.clients._engine import Engine
-from rksc.serve import LOOPBACK, application
+from rksc.serve import application
 
 
 class Server:
     """The application under uvicorn in a thread of this process."""
 
-    def __init__(self, engine: Engine, hosts: Collection[str] | None = LOOPBACK) -> None:
+    def __init__(self, engine: Engine, access: Access | None = None) -> None:
         import uvicorn
 
         self.engine = engine
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         config = uvicorn.Config(
-            application(engine, hosts), log_level="error", timeout_graceful_shutdown=1
+            application(engine, access), log_level="error", timeout_graceful_shutdown=1
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
@@ -62,3 +65,24 @@ class Server:
 
     def chat(self, **fields: Any) -> tuple[int, dict[str, Any]]:
         return self.request("POST", "/v1/chat/completions", fields)
+
+
+def events(reply: http.client.HTTPResponse) -> Iterator[Any]:
+    """What a stream brings, its end included."""
+    for line in reply:
+        if line.startswith(b"data: "):
+            data = line[6:].strip()
+            yield data if data == b"[DONE]" else json.loads(data)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def slowly(engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.002) -> None:
+    """Steps take at least so long."""
+    step = engine.session.step
+    monkeypatch.setattr(engine.session, "step", lambda: (time.sleep(seconds), step())[1])

@@ -29,7 +29,7 @@ from ..load import Model
 from ..options import Sampling
 from ..results import Token
 from ..session import BranchSession
-from ..text import token_tables
+from ..text import check_text, token_tables
 from ..tokenizer import Tokenizer
 from ..types import Tokens
 from ._errors import ContextLengthError
@@ -146,6 +146,7 @@ class Engine:
         self._owner: int | None = None  # the thread whose turn it is
         stats = self.session.stats()
         self._budget = stats.blocks_total * stats.block_tokens
+        self._longest = max(map(len, (*self.token_bytes, *self.special.values())), default=1)
 
     # ---- prompts -----------------------------------------------------------------------------
 
@@ -154,7 +155,20 @@ class Engine:
     ) -> NDArray[np.int32]:
         """A prompt's tokens, with the BOS that the model wants unless bos says otherwise; errors
         name the field."""
+        check_text(field, text)
+        self.check_bytes(len(text.encode()), field)
         return np.array(self.session.encode(text, bos=bos, start=True, field=field), np.int32)
+
+    def check_bytes(self, n: int, field: str) -> None:
+        """ContextLengthError: texts of n bytes have too many tokens even if each is the longest of
+        the vocabulary. So what is much too long is refused before it is made into tokens."""
+        limit = min(self.session.config.max_positions, self._budget)
+        if n > limit * self._longest:
+            raise ContextLengthError(
+                field.partition("[")[0],
+                f"{field}: {n} bytes are too many. This model's maximum context length is {limit} "
+                f"tokens, each of {self._longest} bytes at most: shorten it",
+            )
 
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
         """The prompt as int32; ValueError names the field of one that is empty, ContextLengthError

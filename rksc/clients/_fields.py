@@ -7,7 +7,9 @@ nothing is taken by all of them, one that asks for what is not there is refused 
 
 from __future__ import annotations
 
+import json
 import reprlib
+import sys
 from collections.abc import Collection, Mapping, Sized
 from typing import Any, NoReturn
 
@@ -25,6 +27,10 @@ ASIDE = {
     "prompt_cache_options", "prompt_cache_retention", "prediction", "request_id", "session_id",
     "output_kind", "skip_clone",
 }  # fmt: skip
+
+# Bytes of their texts at most; a prediction has what a prompt may have.
+_LONGEST = {"model": 256, "metadata": 16_384, "prediction": 1 << 30}
+_LONG = 1024
 
 _EMPTY: tuple[Any, ...] = ([],)  # and any other container with nothing in it
 _NONE: tuple[Any, ...] = ()  # nothing but None, which every field may be
@@ -100,9 +106,41 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
+def check_whole(body: Mapping[str, Any]) -> None:
+    """FieldError: a field has half a character (a lone surrogate), which no text may have."""
+    for name, value in body.items():
+        try:
+            json.dumps(
+                [name, value], ensure_ascii=False, skipkeys=True, default=lambda _: None
+            ).encode()
+        except UnicodeEncodeError:
+            try:
+                check_text("a field's name", name)
+                _check_texts(name, value)
+            except ValueError as error:
+                raise FieldError(name, str(error)) from None
+        except (RecursionError, ValueError):
+            raise FieldError(name, f"{shown(name)} is nested too deep") from None
+
+
+def _check_texts(where: str, value: Any) -> None:
+    """ValueError: a text in the value has half a character; it says where."""
+    if isinstance(value, str):
+        check_text(where, value)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_texts(f"{where}: a key", key)
+            _check_texts(f"{where}.{key}", each)
+    elif isinstance(value, (list, tuple)):
+        for i, each in enumerate(value):
+            _check_texts(f"{where}[{i}]", each)
+
+
 def check_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> None:
     """FieldError: a setting that is not known asks for something. None never does."""
     for name, value in settings.items():
+        if name in ASIDE:
+            _check_length(str(name), value)
         if name in known or name in ASIDE or value is None:
             continue
         neutral = NEUTRAL.get(name, ())
@@ -112,6 +150,29 @@ def check_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> 
             said, why = f"{name}={shown(value)} is not supported", _WHY.get(name)
             code = "unsupported_parameter" if why else "unknown_parameter"
             raise FieldError(str(name), f"{said}: {why}" if why else said, code)
+
+
+def _check_length(name: str, value: Any) -> None:
+    n, most = n_bytes(value), _LONGEST.get(name, _LONG)
+    if n > most:
+        said = f"{name} has {n} bytes, at most {most}"
+        raise FieldError(name, said, "string_above_max_length")
+
+
+def n_bytes(value: Any) -> int:
+    """Bytes of all texts in a value, keys among them. ValueError: it is nested too deep."""
+    try:
+        return _n_bytes(value)
+    except RecursionError:
+        raise ValueError("a value is nested too deep") from None
+
+
+def _n_bytes(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    if isinstance(value, Mapping):
+        return sum(_n_bytes(key) + _n_bytes(each) for key, each in value.items())
+    return sum(map(_n_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -189,10 +250,17 @@ class Fields:
     def seed(self) -> int | None:
         return read_seed(self._body.get("seed"))
 
-    def strings(self, name: str) -> tuple[str, ...]:
-        """One string or several."""
+    def strings(
+        self, name: str, most: int = sys.maxsize, longest: int = sys.maxsize
+    ) -> tuple[str, ...]:
+        """One string or several: so many at most, of so many characters."""
         value = self.get(name, (str, *_SEVERAL), "a string or a list of strings", ())
         found = (value,) if isinstance(value, str) else tuple(value)
+        if len(found) > most:
+            self.refuse(name, f"at most {most} strings", "array_above_max_length")
+        if any(isinstance(text, str) and len(text) > longest for text in found):
+            expected = f"strings of at most {longest} characters"
+            self.refuse(name, expected, "string_above_max_length")
         if not all(isinstance(text, str) and text for text in found):
             self.refuse(name, "non-empty strings")
         try:
@@ -202,8 +270,12 @@ class Fields:
             raise FieldError(name, str(error)) from None
         return found
 
-    def token_ids(self, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:
+    def token_ids(
+        self, name: str, vocab_size: int = 2**31, most: int = sys.maxsize
+    ) -> tuple[int, ...]:
         given = self.get(name, (*_SEVERAL, np.ndarray), "a list of token ids", ())
+        if len(given) > most:
+            self.refuse(name, f"at most {most} token ids", "array_above_max_length")
         ids = [number for number in map(as_int, given) if number is not None]
         if len(ids) < len(given) or not all(0 <= i < vocab_size for i in ids):
             self.refuse(name, "token ids of the vocabulary")

@@ -22,11 +22,15 @@ from ..results import Token
 from ..scalars import as_int
 from ._engine import Engine, Sample, copies
 from ._errors import FieldError, RequestError
-from ._fields import Fields, shown
+from ._fields import Fields, n_bytes, shown
 from ._logprobs import Echo, Offsets, chat_logprobs, completion_logprobs, echo_of, entry, listed
 from ._record import Record
 
 MAX_SAMPLES = 1024  # of one request
+MAX_MESSAGES = 2048
+MAX_STOPS, MAX_STOP = 16, 256  # stop strings, and characters of each
+MAX_STOP_IDS = 256
+MAX_ECHOED = 1 << 21  # tokens and alternatives of prompts that an answer repeats
 
 _SAMPLING = {
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -79,8 +83,20 @@ class Request:
     def kind(self) -> str:
         return "chat.completion" if self.chat else "text_completion"
 
+    @property
+    def costly(self) -> bool:
+        """Whether its answer is much work to write: a prompt is scored, or there are many tokens
+        to tell of."""
+        n = sum(len(sample.tokens) for sample in self.samples) if self.logprobs else 0
+        return (self.echo and self.logprobs) or n * (1 + self.n_alternatives) > 10_000
+
 
 # ---- reading -------------------------------------------------------------------------------------
+
+
+def read_model(body: Mapping[str, Any], default: str) -> str:
+    """The name that the answer repeats."""
+    return Fields(body, set(body)).get("model", str, "a string", "") or default
 
 
 def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
@@ -92,6 +108,7 @@ def read_chat(engine: Engine, body: Mapping[str, Any], model: str) -> Request:
     going_on = f.flag("continue_final_message")
     opening = f.flag("add_generation_prompt", not going_on)
     try:
+        engine.check_bytes(n_bytes([messages, options]), "messages")
         tokens = encode_chat(
             engine.tokenizer,
             messages,
@@ -121,6 +138,11 @@ def read_completion(engine: Engine, body: Mapping[str, Any], model: str) -> Requ
     limit = f.integer("max_tokens", 16, 0, 2**31 - 1)
     request = _request(engine, f, False, model, prompts, limit, k is not None, k or 0)
     request.echo = f.flag("echo")
+    told = sum(len(sample.prompt) for sample in request.samples) * (1 + request.n_alternatives)
+    if request.echo and told > MAX_ECHOED:
+        raise FieldError(
+            "echo", f"echo would repeat {told} tokens and alternatives, {MAX_ECHOED} at most"
+        )
     return request
 
 
@@ -147,7 +169,7 @@ def _request(
             min_p=f.number("min_p", 0.0, 0, 1),
             seed=f.seed(),
         ),
-        f.strings("stop"),
+        f.strings("stop", MAX_STOPS, MAX_STOP),
         _stop_ids(f, engine),
         n_alternatives=n_alternatives,
     )
@@ -180,7 +202,7 @@ def _stream_usage(f: Fields) -> bool:
 def _stop_ids(f: Fields, engine: Engine) -> tuple[int, ...]:
     """The model's end tokens (unless they are to be ignored) and those of the request."""
     config = engine.session.config
-    own = f.token_ids("stop_token_ids", config.vocab_size)
+    own = f.token_ids("stop_token_ids", config.vocab_size, MAX_STOP_IDS)
     return (*(() if f.flag("ignore_eos") else config.eos), *own)
 
 
@@ -197,6 +219,9 @@ def read_messages(messages: Any, field: str = "messages") -> list[dict[str, Any]
         code = "missing_required_parameter" if messages is None else "invalid_type"
         code = "empty_array" if isinstance(messages, (list, tuple)) else code
         raise FieldError(field, f"{field} must be a list with at least one message", code)
+    if len(messages) > MAX_MESSAGES:
+        said = f"{field}: {len(messages)} messages, at most {MAX_MESSAGES}"
+        raise FieldError(field, said, "array_above_max_length")
     return [_message(field, i, message) for i, message in enumerate(messages)]
 
 
@@ -228,6 +253,9 @@ def _prompts(f: Fields, engine: Engine) -> list[_Prompt]:
         raise FieldError("prompt", "prompt must be text or tokens, or a list of them", code)
     bos = None if f.flag("add_special_tokens", True) else False
     several = not isinstance(given, str) and as_int(given[0]) is None
+    if several and len(given) > MAX_SAMPLES:
+        said = f"prompt: {len(given)} prompts, at most {MAX_SAMPLES}"
+        raise FieldError("prompt", said, "array_above_max_length")
     prompts: list[_Prompt] = []
     for i, prompt in enumerate(given if several else [given]):
         where = f"prompt[{i}]" if several else "prompt"
@@ -250,7 +278,12 @@ def _prompts(f: Fields, engine: Engine) -> list[_Prompt]:
 
 def response(engine: Engine, request: Request) -> Record:
     """The whole answer, once all samples have ended."""
-    choices = []
+    made = {"choices": list(choices(engine, request)), "usage": usage(request)}
+    return Record(head(request, request.kind) | made)
+
+
+def choices(engine: Engine, request: Request) -> Iterator[dict[str, Any]]:
+    """Its choices, one for each sample."""
     before = Echo()
     for i, sample in enumerate(request.samples):
         choice: dict[str, Any] = {"index": i}
@@ -265,9 +298,7 @@ def response(engine: Engine, request: Request) -> Record:
             choice["logprobs"] = None
             if request.logprobs:
                 choice["logprobs"] = completion_logprobs(engine, sample, before)
-        choice["finish_reason"] = _finish(sample)
-        choices.append(choice)
-    return Record(_head(request, request.kind) | {"choices": choices, "usage": usage(request)})
+        yield choice | {"finish_reason": _finish(sample)}
 
 
 def _echo(engine: Engine, request: Request, i: int) -> Echo:
@@ -300,7 +331,7 @@ def lean(value: Any) -> Any:
     return [lean(item) for item in value] if isinstance(value, list) else value
 
 
-def _head(request: Request, kind: str) -> dict[str, Any]:
+def head(request: Request, kind: str) -> dict[str, Any]:
     own = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
     return own | _ANSWER
 
@@ -357,8 +388,8 @@ class Chunks:
 
     def closing(self) -> Iterator[Record]:
         if self._request.stream_usage:
-            head = _head(self._request, self._kind)
-            yield Record(head | {"choices": [], "usage": usage(self._request)})
+            closing = {"choices": [], "usage": usage(self._request)}
+            yield Record(head(self._request, self._kind) | closing)
 
     def _chunk(
         self,
@@ -375,7 +406,7 @@ class Chunks:
         else:
             choice["text"] = text
         choice |= {"logprobs": logprobs, "finish_reason": finish}
-        return Record(_head(self._request, self._kind) | {"choices": [choice]})
+        return Record(head(self._request, self._kind) | {"choices": [choice]})
 
     def _logprobs(self, sample: Sample, token: int, logprob: float) -> dict[str, Any]:
         if self._request.chat:

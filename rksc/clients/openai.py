@@ -16,9 +16,9 @@ from ..load import Model
 from ..session import BranchSession
 from ._engine import Engine
 from ._errors import FieldError, error_of
-from ._fields import shown
+from ._fields import check_whole, shown
 from ._record import Record
-from ._wire import Chunks, Request, read_chat, read_completion, response
+from ._wire import Chunks, Request, read_chat, read_completion, read_model, response
 
 # What the openai package takes for its transport; there is none here.
 _TRANSPORT = {"timeout", "extra_headers", "extra_query"}
@@ -91,7 +91,8 @@ class Completions:
             said = f"extra_body must be a dict, got {shown(extra)}"
             raise FieldError("extra_body", said, "invalid_type")
         body = {k: v for k, v in fields.items() if k not in _TRANSPORT} | dict(extra or {})
-        request = self._read(self._engine, body, str(body.get("model") or self._name))
+        check_whole(body)
+        request = self._read(self._engine, body, read_model(body, self._name))
         if request.stream:
             return Stream(self._engine, request)
         try:
