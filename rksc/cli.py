@@ -96,21 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     s.set_defaults(run=_solve)
 
     v = commands.add_parser("serve", parents=[engine], help="OpenAI's HTTP API on a model")
-    v.add_argument("model", help="a Hugging Face folder or a GGUF file")
-    v.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
-    v.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
-    v.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
-    v.add_argument("--max-rows", type=_count, default=64, help="samples that run at once")
-    v.add_argument("--api-key", action="append", default=[], metavar="KEY",
-                   help="a key that requests must bring (better: RKSC_API_KEY in the "
-                        "environment, which no list of processes shows)")  # fmt: skip
-    v.add_argument("--no-api-key", action="store_true",
-                   help="let other machines in without a key")  # fmt: skip
-    v.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
-                   help="a name or an address by which it may be called, beside the loopback's and "
-                        "that of --host")  # fmt: skip
-    v.add_argument("--log-level", choices=("info", "warning", "error"), default="info",
-                   help="info: a line for each request (default)")  # fmt: skip
+    add_serve_options(v)
     v.set_defaults(run=_serve)
 
     e = commands.add_parser(
@@ -255,6 +241,25 @@ def as_json(solution: Solution) -> dict[str, Any]:
 
 
 # ---- serve, lm-eval ----------------------------------------------------------------------------
+
+
+def add_serve_options(parser: argparse.ArgumentParser) -> None:
+    """Options of `rksc serve`."""
+    parser.add_argument("model", help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
+    parser.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
+    parser.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
+    parser.add_argument("--max-rows", type=_count, default=64, help="samples that run at once")
+    parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
+                        help="a key that requests must bring (better: RKSC_API_KEY in the "
+                             "environment, which no list of processes shows)")  # fmt: skip
+    parser.add_argument("--no-api-key", action="store_true",
+                        help="let other machines in without a key")  # fmt: skip
+    parser.add_argument("--allowed-host", action="append", default=[], metavar="NAME",
+                        help="a name or an address by which it may be called, beside the "
+                             "loopback's and that of --host")  # fmt: skip
+    parser.add_argument("--log-level", choices=("info", "warning", "error"), default="info",
+                        help="info: a line for each request (default)")  # fmt: skip
 
 
 def _serve(options: argparse.Namespace) -> int:
