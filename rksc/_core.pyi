@@ -5,7 +5,7 @@ policies' dataclasses; everything that computes is here. Token sequences may be 
 sequence of ints or integer array; ids are checked against the vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -149,6 +149,19 @@ class Branch:
     def drop(self) -> None:
         """Release the KV now. Twice is fine; never waits for a running step."""
 
+class Request:
+    """A continuation of a branch, and what has come of it."""
+
+    def __new__(cls, branch: Branch) -> Self: ...
+    @property
+    def branch(self) -> Branch: ...
+    @property
+    def number(self) -> int:
+        """Never used twice in a session; 0 until it is submitted."""
+    @property
+    def over(self) -> bool:
+        """Whether its end has been told, or it was ended."""
+
 class Session:
     """A model on a device, a pool of KV blocks and a tree of branches."""
 
@@ -192,7 +205,7 @@ class Session:
     def _tokens(self, tokens: Tokens, what: str) -> NDArray[np.int32]:
         """Token ids as an array of its own, int32 (n,), once they are of the vocabulary; errors
         call them `what`."""
-    def _prefill(self, tokens: Tokens, compute: bool = True) -> Branch: ...
+    def _prefill(self, tokens: Tokens, suffix: Tokens = (), compute: bool = True) -> Branch: ...
     def _prefill_similar(
         self,
         root: Branch,
@@ -211,9 +224,14 @@ class Session:
         root_token_layers."""
     def compute(self, branches: Sequence[Branch]) -> None:
         """Bring the KV of these branches up to date in as few steps as possible."""
+    def _drop(self, branches: Sequence[Branch]) -> None:
+        """Drop all of these branches, whatever signals come."""
+    @property
+    def _requests(self) -> Mapping[int, Any]:
+        """By number, requests of `_submit` whose end was not told yet."""
     def _submit(
         self,
-        branch: Branch,
+        requests: Sequence[Request],
         max_new_tokens: int,
         temperature: float,
         top_k: int,
@@ -225,20 +243,24 @@ class Session:
         stop_top: float,
         stop_lead: float,
         min_steps: int,
-        group: int,
-    ) -> int: ...
-    def _step(
-        self,
-    ) -> tuple[
-        list[tuple[int, int, float, float, float, str | None, int, int, Exception | None]], int
-    ]:
-        """One step: (events, requests left). An event: request, token (-1: none), logprob,
-        top_prob, entropy, finish reason or None, stop_bytes, stop_index, and with the finish
-        reason "failed" why: such a request has ended, the others go on."""
-    def _cancel(self, request: int, undo: bool = False) -> None: ...
+        group: int = 0,
+    ) -> None:
+        """Queue continuations, all or none. group: those with the same number below 2**63 are one
+        call, which CGEE may stop together; 0: these alone are one."""
+    def _step(self, requests: Sequence[Request], events: list[Any]) -> None:
+        """One step where none of these requests has news; what is new of them is appended to the
+        list, which the caller has in hand whatever interrupts it.
+
+        An event: request, index of the token, token (-1: the end alone), logprob, top_prob,
+        entropy, finish reason or None, stop_bytes, stop_index, and with the finish reason
+        "failed" why: such a request has ended, the others go on."""
+    def _end(self, requests: Sequence[Request], events: list[Any], undo: bool = False) -> None:
+        """Take back events that were not handed out: the next `_step` tells them again. Then end
+        these requests, whose branches keep the tokens that were handed out; undo: none. Never
+        submitted or over: nothing happens. Signals do not interrupt it."""
     def _generate(
         self,
-        branches: Sequence[Branch],
+        requests: Sequence[Request],
         max_new_tokens: int,
         temperature: float,
         top_k: int,
@@ -250,6 +272,7 @@ class Session:
         stop_top: float,
         stop_lead: float,
         min_steps: int,
+        progress: Callable[[int], object] | None = None,
     ) -> list[
         tuple[
             NDArray[np.int32],
@@ -264,7 +287,10 @@ class Session:
     ]:
         """For each branch: tokens, top_probs, logprobs, entropies, confidence, finish reason,
         stop_bytes, stop_index. All steps run without the GIL; on an error or Ctrl-C the
-        branches are as they were."""
+        branches are as they were. progress is called after each step with the number of new
+        tokens."""
+    _verified: Sequence[Any]
+    """Set it to rksc.Verdicts and all branches get theirs, and the scores, at once."""
     def _verify(
         self,
         branches: Sequence[Branch],

@@ -94,8 +94,10 @@ def distinct(branches: Branch | Sequence[Branch]) -> list[Branch]:
     """`as_list` for a call that changes branches: each may stand there once."""
     listed = as_list(branches)
     seen: set[int] = set()
-    for branch in listed:
-        if isinstance(branch, Branch) and id(branch) in seen:
+    for i, branch in enumerate(listed):
+        if not isinstance(branch, Branch):
+            raise TypeError(f"branches[{i}] must be a rksc.Branch, not {type(branch).__name__}")
+        if id(branch) in seen:
             raise ValueError(f"branches: branch {branch.id} stands there twice")
         seen.add(id(branch))
     return listed

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from . import _core
 from ._core import Branch
 from .options import CGEE, Sampling
 from .results import Token
 from .text import TextStream
 
-Event = tuple[int, int, float, float, float, str | None, int, int, Exception | None]
+Event = tuple[
+    "Request", int, int, float, float, float, str | None, int, int, Exception | None
+]  # as `_step` appends them: see csrc/py/generate.c
+
+Arguments = tuple[
+    int, float, int, float, float, int, Sequence[int], Sequence[bytes], float, float, int
+]
 
 _OFF = 2.0  # a confidence never reaches it
 
@@ -37,10 +43,10 @@ class Plan:
             return self.stop[index]
         return self.stop_ids[index] if reason == "eos" else None
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> Arguments:
         """As `_generate` and `_submit` take them."""
         s, cgee = self.sampling, self.cgee
-        early = (_OFF, 0.0, 1)
+        early: tuple[float, float, int] = (_OFF, 0.0, 1)
         if cgee is not None and cgee.stop_top is not None:
             early = (cgee.stop_top, cgee.stop_lead, cgee.min_steps)
         return (
@@ -56,37 +62,58 @@ class Plan:
         )
 
 
-@dataclass
-class Request:
-    """A submitted continuation: tokens that wait to be handed out, and how it ended."""
+class Request(_core.Request):
+    """A continuation under way, with the settings of its call and its text so far.
 
-    number: int
-    branch: Branch
+    streamed: its tokens are a `stream`'s, not `step`'s. new_text: makes a TextStream, or None
+    where the session has no tokenizer.
+    """
+
     plan: Plan
     streamed: bool
-    text: TextStream | None
-    waiting: deque[Token] = field(default_factory=deque)
-    end: tuple[str, int, int] | None = None  # finish reason, stop_bytes, stop_index
-    n_new: int = 0
-    sum_top: float = 0.0  # of top_prob over new tokens
-    confidence: float | None = None
+    _new_text: Callable[[], TextStream] | None
+    _text: TextStream | None
+    _tokens: list[int]  # of all events that have come
+    _n_fed: int  # tokens that the text holds; -1: it has to be made again
 
-    def take(self, event: Event) -> None:
-        _, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index, error = event
+    def __new__(
+        cls,
+        branch: Branch,
+        plan: Plan,
+        new_text: Callable[[], TextStream] | None,
+        *,
+        streamed: bool,
+    ) -> Request:
+        self = super().__new__(cls, branch)
+        self.plan, self.streamed = plan, streamed
+        self._new_text, self._text, self._tokens, self._n_fed = new_text, None, [], -1
+        return self
+
+    def token(self, event: Event) -> Token:
+        """The event as the user sees it. An event may come twice: when a step was interrupted
+        before it was handed out."""
+        _, index, token, logprob, top_prob, entropy, finish, stop_bytes, stop_index, error = event
         piece = None
-        if self.text is not None:
-            piece = self.text.feed(token) if token >= 0 else ""
-            if finish is not None:
-                piece += self.text.finish(stop_bytes)
-        if finish is not None:
-            self.end = (finish, stop_bytes, stop_index)
-        if token >= 0:
-            self.n_new += 1
-            self.sum_top += top_prob
-            self.confidence = self.sum_top / self.n_new
-        elif finish == "eos" and self.n_new == 0:
-            self.confidence = top_prob
+        if self._new_text is not None:
+            piece = self._feed(self._new_text, index, token, finish is not None, stop_bytes)
         stop = self.plan.stopped_by(finish, stop_index)
-        self.waiting.append(
-            Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error, stop)
-        )
+        return Token(self.branch, token, logprob, top_prob, entropy, finish, piece, error, stop)
+
+    def _feed(
+        self, new_text: Callable[[], TextStream], index: int, token: int, last: bool, cut: int
+    ) -> str:
+        """Text that has become final with token `index`."""
+        text = self._text
+        if text is None or self._n_fed != index:
+            self._text = text = new_text()
+            for earlier in self._tokens[:index]:
+                text.feed(earlier)
+        self._n_fed = -1  # until this is through
+        piece = ""
+        if token >= 0:
+            self._tokens[index:] = [token]
+            piece = text.feed(token)
+        if last:
+            return piece + text.finish(cut)
+        self._n_fed = index + 1
+        return piece

@@ -58,7 +58,9 @@ def search(
     last_tokens = 4 * max_new_tokens if last_tokens is None else last_tokens
     integer("last_tokens", last_tokens)
     answers, question = words.answers(yes, no), words.verification()
-    with Run(session, problem, progress) as run:
+    run = Run(session, problem, progress)
+
+    def work() -> Solution:
         with run.phase("prefill"):
             run.plant(words.problem(problem))
         frontier, finished = [run.nodes[0]], list[Node]()
@@ -66,7 +68,9 @@ def search(
             last = level == depth
             n_tokens = last_tokens if last else max_new_tokens
             children = [
-                run.add(branch, node) for node in frontier for branch in node.branch.fork(expand)
+                run.add(branch, node)
+                for node in frontier
+                for branch in run.fork(node.branch, expand)
             ]
             with run.phase("generate", len(children) * n_tokens):
                 run.generate(children, n_tokens, sampling, () if last else stop)
@@ -81,6 +85,8 @@ def search(
             if not frontier:
                 break
         return run.solution(finished, extract)
+
+    return run.finish(work)
 
 
 def _mark(node: Node) -> float:

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,8 +35,9 @@ from .ends import all_ends
 from .guard import is_rewording, same_numbers
 from .names import check_vocabulary, check_wrapped
 from .options import ASKS, CGEE, RSBCM, Sampling
-from .requests import Plan, Request
+from .requests import Event, Plan, Request
 from .results import Gate, Generation, Stats, Token, Verdict
+from .scalars import as_int
 from .text import TextStream, check_text, final_text, token_tables
 from .types import Tokens
 
@@ -70,8 +72,7 @@ class BranchSession(_core.Session):
     _cgee: CGEE | None
     _token_bytes: list[bytes] | None
     _special: dict[int, bytes]
-    _requests: dict[int, Request]
-    _stepping: threading.RLock
+    _stepping: threading.RLock  # one `step` at a time
 
     def __new__(
         cls,
@@ -129,7 +130,6 @@ class BranchSession(_core.Session):
         self._token_bytes, self._special = token_bytes, special
         self.cgee = cgee
         self.rsbcm = rsbcm
-        self._requests = {}
         self._stepping = threading.RLock()
         self.asks = asks
         return self
@@ -234,10 +234,7 @@ class BranchSession(_core.Session):
             check_branch("similar_to", similar_to, self)
             if self._asks is not None:
                 return self._prefill_similar_to(similar_to, own, tail, self._asks)
-        branch = self._prefill(own, compute)
-        if len(tail):
-            branch.extend(tail)
-        return branch
+        return self._prefill(own, tail, compute)
 
     def _prefill_similar_to(self, root: Branch, own: Tokens, tail: Tokens, asks: ASKS) -> Branch:
         if asks.probe == "suffix" and not len(tail):
@@ -257,18 +254,22 @@ class BranchSession(_core.Session):
             None if asks.center is None else np.ascontiguousarray(asks.center[:probe_layers]),
             self._guard_allows(asks, own, root.tokens),
         )
-        reason = "equal" if report["equal"] else report["gate"]
-        branch.prompt = np.array(own, np.int32)
-        branch.gate = Gate(
-            accepted=reason in ("equal", "accepted"),
-            reason=reason,
-            sigma=report["sigma"],
-            tau=asks.tau,
-            cosines=report["cosines"],
-            own_token_layers=report["own_token_layers"],
-            root_token_layers=report["root_token_layers"],
-        )
-        return branch
+        try:
+            reason = "equal" if report["equal"] else report["gate"]
+            branch.prompt = np.array(own, np.int32)
+            branch.gate = Gate(
+                accepted=reason in ("equal", "accepted"),
+                reason=reason,
+                sigma=report["sigma"],
+                tau=asks.tau,
+                cosines=report["cosines"],
+                own_token_layers=report["own_token_layers"],
+                root_token_layers=report["root_token_layers"],
+            )
+            return branch
+        except BaseException:  # also where a traceback holds on to it
+            branch.drop()
+            raise
 
     def _guard_allows(self, asks: ASKS, own: Tokens, root: NDArray[np.int32]) -> bool:
         """The guard sees the whole texts: a number may begin before the first token that
@@ -327,18 +328,22 @@ class BranchSession(_core.Session):
         stop_ids: tokens that end it and are not appended; None takes the model's end tokens, ()
         forces the length.
         On an error or Ctrl-C all branches are as they were. progress(n) is called after every
-        step with the number of new tokens; with it, Ctrl-C keeps the tokens so far.
+        step with the number of new tokens.
         """
         branches = distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be None or a callable, got {progress!r}")
-        if progress is not None:
-            return self._generate_by_steps(branches, plan, progress)
-        rows = self._generate(branches, *plan.arguments())
-        return [
-            self._generation(branch, plan, *row) for branch, row in zip(branches, rows, strict=True)
-        ]
+        requests = [_core.Request(branch) for branch in branches]
+        try:
+            rows = self._generate(requests, *plan.arguments(), progress=progress)
+            return [
+                self._generation(branch, plan, *row)
+                for branch, row in zip(branches, rows, strict=True)
+            ]
+        except BaseException:
+            self._end(requests, [], undo=True)
+            raise
 
     def check_settings(
         self,
@@ -406,69 +411,36 @@ class BranchSession(_core.Session):
     ) -> Iterator[Token]:
         """`generate`, token by token as they come; the settings are checked at once.
 
-        Token.text is whole characters and never a part of a stop string. Closing the iterator
-        (or leaving a `for` by an exception) cancels what still runs; tokens so far stay. An
-        error of a branch that cannot go on is raised here, whoever ran the step that met it.
+        Token.text is whole characters and never a part of a stop string. Closing the iterator,
+        leaving a `for` by an exception, or Ctrl-C cancels what still runs; the branches keep the
+        tokens that were handed out. An error of a branch that cannot go on is raised here,
+        whoever ran the step that met it.
         """
         branches = distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         return self._stream(branches, plan)
 
     def _stream(self, branches: list[Branch], plan: Plan) -> Iterator[Token]:
-        requests = self._submit_all(branches, plan, streamed=True)
+        requests = [self._request(branch, plan, streamed=True) for branch in branches]
+        events: list[Event] = []  # not handed out yet, the next one last
         try:
-            while requests:
-                for token in self._next_tokens(requests):
-                    if token.error is not None:
-                        raise token.error
-                    yield token
-        finally:
-            for number in requests:
-                self.cancel(number)
-
-    def _generate_by_steps(
-        self, branches: list[Branch], plan: Plan, progress: Callable[[int], None]
-    ) -> list[Generation]:
-        """`_generate` with Python between the steps; the same numbers."""
-        requests = self._submit_all(branches, plan, streamed=True)
-        all_requests = list(requests.values())
-        made: dict[int, list[Token]] = {request.branch.id: [] for request in all_requests}
-        try:
-            while requests:
-                tokens = self._next_tokens(requests)
-                for token in tokens:
-                    if token.error is not None:
-                        raise token.error
-                    made[token.branch.id].append(token)
-                progress(sum(token.token >= 0 for token in tokens))
-        except Exception:
-            with self._stepping:
-                for request in all_requests:
-                    self._requests.pop(request.number, None)
-                    self._cancel(request.number, True)
+            self._submit(requests, *plan.arguments())
+            # Loops stand elsewhere: Python 3.12 may jump back from a place outside of the `try`.
+            yield from self._tokens_of(requests, events)
+        except BaseException:
+            self._end(requests, events)
             raise
-        finally:
-            for number in requests:
-                self.cancel(number)
-        return [self._collect(request, made[request.branch.id]) for request in all_requests]
 
-    def _collect(self, request: Request, tokens: list[Token]) -> Generation:
-        kept = [token for token in tokens if token.token >= 0]
-        top_probs, logprobs, entropies = (
-            np.array([getattr(token, name) for token in kept], np.float32)
-            for name in ("top_prob", "logprob", "entropy")
-        )
-        assert request.end is not None
-        return self._generation(
-            request.branch,
-            request.plan,
-            np.array([token.token for token in kept], np.int32),
-            top_probs,
-            logprobs,
-            entropies,
-            request.confidence,
-            *request.end,
-        )
+    def _tokens_of(self, requests: list[Request], events: list[Event]) -> Iterator[Token]:
+        while not all(request.over for request in requests):
+            self._step(requests, events)
+            events.reverse()
+            while events:
+                token = events[-1][0].token(events[-1])
+                if token.error is not None:
+                    raise token.error
+                del events[-1]
+                yield token
 
     # ---- requests: what streaming and servers stand on ---------------------------------------
 
@@ -488,77 +460,54 @@ class BranchSession(_core.Session):
         each other, whatever `cgee` says.
         """
         plan = replace(self._plan(max_new_tokens, sampling, stop, stop_ids), cgee=None)
-        if group is not None:
-            group = integer("group", group, least=1, most=2**62)
-        return next(iter(self._submit_all([branch], plan, streamed=False, group=group)))
+        number = 0 if group is None else integer("group", group, least=1, most=2**62)
+        request = self._request(branch, plan, streamed=False)
+        try:
+            self._submit([request], *plan.arguments(), group=number)
+            return request.number
+        except BaseException:
+            self._end([request], [], undo=True)
+            raise
 
     def step(self) -> list[Token]:
         """One step over all requests: tokens of those from `submit`. `n_requests` are left.
 
         A request that cannot go on ends with Token.error, the others go on. Running `stream`
-        iterators go on too; their tokens wait for them.
+        iterators go on too; their tokens wait for them. When Ctrl-C interrupts it, its tokens
+        come with the next step.
         """
+        events: list[Event] = []
+        try:
+            return self._next_tokens(events)
+        except BaseException:
+            self._end([], events)
+            raise
+
+    def _next_tokens(self, events: list[Event]) -> list[Token]:
+        requests = [r for r in list(self._requests.values()) if not r.streamed]
         with self._stepping:
-            own = {n: r for n, r in list(self._requests.items()) if not r.streamed}
-            return self._next_tokens(own)
+            self._step(requests, events)
+            return [event[0].token(event) for event in events]
 
     @property
     def n_requests(self) -> int:
-        """Requests that have not ended."""
+        """Requests whose end was not handed out yet."""
         return len(self._requests)
 
     def cancel(self, request: int) -> None:
-        """End a request now; its tokens so far stay. Unknown and finished ids are ignored."""
-        self._cancel(request)
-        record = self._requests.pop(request, None)
-        if record is not None:
-            record.end = record.end or ("cancelled", 0, -1)
+        """End a request now; its branch keeps the tokens that were handed out. Unknown and
+        finished ids are ignored."""
+        if as_int(request) is None:
+            raise TypeError(f"request must be an int, got {type(request).__name__}")
+        found = self._requests.get(request)
+        self._end([] if found is None else [found], [])
 
-    def _submit_all(
-        self, branches: list[Branch], plan: Plan, *, streamed: bool, group: int | None = None
-    ) -> dict[int, Request]:
-        """Requests by id, in the order of the branches; all or none."""
-        group = group or secrets.randbits(62) + 1
-        made: dict[int, Request] = {}
-        with self._stepping:
-            try:
-                for branch in branches:
-                    number = self._submit(branch, *(*plan.arguments(), group))
-                    made[number] = Request(number, branch, plan, streamed, self._text_stream(plan))
-            except BaseException:
-                for number in made:
-                    self._cancel(number, True)
-                raise
-            self._requests.update(made)
-        return made
-
-    def _text_stream(self, plan: Plan) -> TextStream | None:
-        if self._token_bytes is None:
-            return None
-        return TextStream(self._token_bytes, plan.stop_strings, self._special)
-
-    def _next_tokens(self, wanted: dict[int, Request]) -> list[Token]:
-        """Tokens of these requests, by one step when none waits; the ended leave `wanted`."""
-        with self._stepping:
-            if not any(request.waiting or request.end for request in wanted.values()):
-                events, n_active = self._step()
-                for event in events:
-                    request = self._requests.get(event[0])
-                    if request is not None:
-                        request.take(event)
-                if not n_active:  # whoever is left lost its branch
-                    for lost in list(self._requests.values()):
-                        lost.end = lost.end or ("cancelled", 0, -1)
-            tokens: list[Token] = []
-            for number, request in list(wanted.items()):
-                if request.branch.dropped:
-                    request.end = request.end or ("cancelled", 0, -1)
-                while request.waiting:
-                    tokens.append(request.waiting.popleft())
-                if request.end:
-                    del wanted[number]
-                    self._requests.pop(number, None)
-            return tokens
+    def _request(self, branch: Branch, plan: Plan, *, streamed: bool) -> Request:
+        table, special = self._token_bytes, self._special
+        new_text = None
+        if table is not None:
+            new_text = partial(TextStream, table, plan.stop_strings, special)
+        return Request(branch, plan, new_text, streamed=streamed)
 
     # ---- scoring, verification, selection ----------------------------------------------------
 
@@ -604,8 +553,7 @@ class BranchSession(_core.Session):
             Verdict(branch, *row, n_layers=self.config.n_layers)
             for branch, row in zip(branches, rows, strict=True)
         ]
-        for verdict in verdicts:
-            verdict.branch.verdict = verdict
+        self._verified = verdicts  # an assignment: nothing can come between the branches
         return verdicts
 
     def token_id(self, token: int | str, field: str = "token") -> int:

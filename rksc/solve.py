@@ -25,6 +25,7 @@ from .prompts import INSTRUCTION, VERIFY, Wordings
 from .results import Gate, Generation, Stats, Verdict
 from .session import BranchSession, mark
 from .text import check_text
+from .types import Tokens
 
 if TYPE_CHECKING:
     from .load import Model
@@ -212,7 +213,9 @@ def solve(
     sampling = Sampling(temperature=0.7) if sampling is None else sampling
     session.check_settings(max_new_tokens, sampling, stop)
     answers, question = words.answers(yes, no), words.verification()
-    with Run(session, problem, progress) as run:
+    run = Run(session, problem, progress)
+
+    def work() -> Solution:
         with run.phase("prefill"):
             run.plant(words.problem(problem))
             nodes = _branch_out(run, words, plans)
@@ -224,6 +227,8 @@ def solve(
         with run.phase("verify"):
             session.verify([node.branch for node in nodes], question, *answers)
         return run.solution(nodes, extract)
+
+    return run.finish(work)
 
 
 def session_of(
@@ -271,39 +276,43 @@ def _as_approaches(approaches: int | Sequence[str | Approach]) -> list[Approach]
 
 def _branch_out(run: Run, words: Wordings, plans: Sequence[Approach]) -> list[Node]:
     """A node for each approach: forks of the root, or own prompts that may share its KV."""
-    session, root = run.session, run.nodes[0].branch
+    root = run.nodes[0].branch
     forked = [words.suffix(plan.suffix) for plan in plans if plan.prompt is None]
-    forks = iter(root.fork(forked) if forked else [])
+    forks = iter(run.fork(root, forked) if forked else [])
     nodes = []
     for i, plan in enumerate(plans):
         if plan.prompt is None:
             branch = next(forks)
         else:
             suffix = words.suffix(plan.suffix) or None
-            branch = session.prefill(words.problem(plan.prompt), similar_to=root, suffix=suffix)
+            branch = run.prefill(words.problem(plan.prompt), similar_to=root, suffix=suffix)
             branch.stream = (root.stream + 0x9E3779B97F4A7C15 * (i + 1)) % 2**64
         nodes.append(run.add(branch, run.nodes[0], plan.suffix))
     return nodes
 
 
 class Run:
-    """One call of solve or search: its nodes, and time and work of its phases."""
+    """One call of solve or search: its nodes, and time and work of its phases.
+
+    branches: all that it has made. A branch is among them before anything else can happen.
+    """
 
     def __init__(self, session: BranchSession, problem: str, progress: bool | None) -> None:
         self.session = session
         self.problem = problem
+        self.branches: list[Branch] = []
         self.nodes: list[Node] = []
         self.phases: list[Phase] = []
         self._progress = Progress(progress)
 
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._progress.close()
-        if error is not None:  # nobody will hold these branches
-            for node in self.nodes:
-                node.branch.drop()
+    def finish(self, work: Callable[[], Solution]) -> Solution:
+        """What the work returns; when it does not, no branch is left."""
+        try:
+            return work()
+        except BaseException:
+            self.session._drop(self.branches)
+            self._progress.close()
+            raise
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[None]:
@@ -326,7 +335,16 @@ class Run:
 
     def plant(self, tokens: Sequence[int]) -> None:
         """The root: the prompt's own KV."""
-        self.nodes.append(Node(0, None, self.session.prefill(tokens), 0))
+        self.nodes.append(Node(0, None, self.prefill(tokens), 0))
+
+    def prefill(self, tokens: Sequence[int], **options: Any) -> Branch:
+        self.branches.append(self.session.prefill(tokens, **options))
+        return self.branches[-1]
+
+    def fork(self, branch: Branch, what: int | Sequence[Tokens]) -> list[Branch]:
+        begin = len(self.branches)
+        self.branches += branch.fork(what)
+        return self.branches[begin:]
 
     def add(self, branch: Branch, parent: Node, suffix: str = "") -> Node:
         node = Node(len(self.nodes), parent.id, branch, parent.depth + 1, suffix)
@@ -350,6 +368,7 @@ class Run:
 
     def solution(self, leaves: Sequence[Node], extract: Callable[[str], str] | None) -> Solution:
         """Select the best of the leaves and note how everything stands."""
+        self._progress.close()
         chosen = self.session.select([leaf.branch for leaf in leaves])
         best = next(leaf for leaf in leaves if leaf.branch is chosen)
         for node in self.nodes:

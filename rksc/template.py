@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import itertools
 import marshal
 import os
 import signal
@@ -152,10 +153,17 @@ class _Pool:
 
     def _empty(self) -> None:
         self._idle: list[_Process] = []
-        self._room = threading.BoundedSemaphore(_MAX_PROCESSES)
+        # Locks, not a semaphore: Ctrl-C inside of that, which is Python, would lose a place.
+        self._places = [threading.Lock() for _ in range(_MAX_PROCESSES)]
+        self._turns = itertools.count()
+
+    def _place(self) -> threading.Lock:
+        """A free one, or one to wait for."""
+        waiting = self._places[next(self._turns) % len(self._places)]
+        return next((place for place in self._places if not place.locked()), waiting)
 
     def ask(self, template: ChatTemplate, request: bytes) -> tuple[bytes, str]:
-        with self._room:
+        with self._place():
             process = self._take()
             try:
                 kind, text = process.ask(request)

@@ -312,6 +312,16 @@ class Event:
 Handle = Any  # a pointer to Branch
 
 
+@dataclass
+class Before:
+    """A request's branch before it was submitted, and the tokens that have come since."""
+
+    branch: Handle
+    n_tokens: int
+    confidence: float
+    n_new: int = 0
+
+
 class Core:
     """One rk_session."""
 
@@ -333,6 +343,7 @@ class Core:
         self.looks = 0
         self._look = Interrupted(self._interrupted)
         self._keep: list[Any] = [model]
+        self.before: dict[int, Before] = {}
         self.block_tokens, self.blocks = block_tokens, blocks
         self.session = c.c_void_p()
         options = Options(
@@ -415,6 +426,10 @@ class Core:
         self.call("compute", (c.POINTER(Branch) * len(branches))(*branches), len(branches))
 
     def drop(self, branch: Handle) -> None:
+        place = c.addressof(branch.contents)
+        for request, before in list(self.before.items()):
+            if c.addressof(before.branch.contents) == place:
+                del self.before[request]
         self.lib.rk_session_drop(self.session, branch)
 
     def invalidate(self) -> None:
@@ -469,7 +484,9 @@ class Core:
             special.ctypes.data if special is not None else None,
             early or cgee(),
         )
+        before = Before(branch, branch.contents.n_tokens, branch.contents.confidence)
         self.call("submit", branch, c.byref(options), c.c_uint64(group), c.byref(request))
+        self.before[request.value] = before
         return request.value
 
     def step(self) -> tuple[list[Event], int]:
@@ -481,13 +498,24 @@ class Core:
             self.events = [
                 Event(*(getattr(events[i], name) for name in TOKEN_FIELDS)) for i in range(n.value)
             ]
+            for event in self.events:
+                self.before[event.request].n_new += event.token >= 0
         return self.events, active.value
 
     def cancel(self, request: int) -> None:
         self.lib.rk_session_cancel(self.session, c.c_uint64(request))
 
     def abort(self, request: int) -> None:
-        self.lib.rk_session_abort(self.session, c.c_uint64(request))
+        """Cancel it and undo its tokens, unless its branch has gone on or is gone."""
+        self.cancel(request)
+        before = self.before.pop(request, None)
+        if before is None or before.branch.contents.busy:
+            return
+        if before.branch.contents.n_tokens == before.n_tokens + before.n_new:
+            self.lib.rk_session_undo(
+                self.session, before.branch, c.c_int32(before.n_tokens),
+                c.c_double(before.confidence),
+            )  # fmt: skip
 
     def blamed(self) -> int:
         """The request that the last step failed for; 0: none."""
@@ -534,6 +562,8 @@ class Core:
         out = (Verdict * max(n, 1))()
         places = (c.POINTER(Branch) * max(n, 1))(*branches)
         self.call("verify", places, c.c_int32(n), c.byref(verification), out)
+        for branch, verdict in zip(branches, out, strict=False):  # the caller sets the scores
+            branch.contents.score = verdict.score
         return [tuple(getattr(v, name) for name in VERDICT_FIELDS) for v in out[:n]]
 
     def prefill_similar(

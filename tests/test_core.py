@@ -71,7 +71,6 @@ class Pending:
     tops: float = 0.0
     n_new: int = 0
     ended: bool = False
-    kept: bool = True  # its record is, so that it can be undone
 
 
 @dataclass
@@ -263,7 +262,6 @@ class Program:
                     self.core.submit(shadow.handle, n)
                 continue
             expected = alone.generation(shadow.key(), shadow.stream(), n, temperature, seed, *stop)
-            self.sweep()
             how: Any = {
                 "temperature": temperature,
                 "seed": seed,
@@ -289,7 +287,6 @@ class Program:
             if r.shadow
         )
         self.core.events = []
-        self.sweep()
         self.call("step", must, self.core.step)
         for event in self.core.events:
             self.take(event)
@@ -331,19 +328,12 @@ class Program:
             self.core.abort(request.id)
             del self.pending[request.id]
             mine = shadow and len(shadow.tokens) == request.n_before + request.n_new
-            if shadow and mine and request.kept and shadow.request in (0, request.id):
+            if shadow and mine and shadow.request in (0, request.id):
                 shadow.tokens[request.n_before :] = []
                 shadow.confidence = request.confidence_before
         if was_active and shadow:
             shadow.request = 0
         request.ended = True
-
-    def sweep(self) -> None:
-        """Records go when the last request of their group has ended."""
-        running = {r.group for r in self.pending.values() if not r.ended}
-        for request in self.pending.values():
-            waits = request.group > 0 and request.group in running
-            request.kept = request.kept and (waits or not request.ended)
 
     # -- the program
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from reference import softmax
 from sessions import assert_books, assert_same, block_bytes
 
-from rksc import CGEE, Branch, BranchSession, CapacityError, Generation, Sampling
+from rksc import CGEE, Branch, BranchSession, CapacityError, Generation, Sampling, _core
 
 GREEDY = Sampling()
 
@@ -87,9 +87,9 @@ def test_bad_settings_are_named(field: str, value: Any, make_session: Factory) -
         "stop_ids": (), "stop_strings": (), "stop_top": 2.0, "stop_lead": 0.0, "min_steps": 1,
     }  # fmt: skip
     with pytest.raises((ValueError, TypeError)):
-        session._generate([root], **{**plain, field: value})
+        session._generate([_core.Request(root)], **{**plain, field: value})
     assert root.n_tokens == 3
-    assert len(session._generate([root], **plain)[0][0]) == 1
+    assert len(session._generate([_core.Request(root)], **plain)[0][0]) == 1
 
 
 # ---- sampling -------------------------------------------------------------------------------

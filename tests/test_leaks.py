@@ -34,6 +34,9 @@ SHORTCUTS = dict(kappa=0.6, verify_batch=2, stop_top=None, stop_lead=0.1, min_st
 def session(weights=WEIGHTS, **options):
     return _core.Session(weights, CONFIG, **{{"kv_bytes": 1 << 20, "n_threads": 2, **options}})
 
+def generate(s, branches, *settings):
+    return s._generate([_core.Request(branch) for branch in branches], *settings)
+
 def resident():
     gc.collect()
     with open("/proc/self/statm") as file:
@@ -76,7 +79,7 @@ def test_forks_and_generations_at_a_fixed_budget() -> None:
             global turn
             turn += 1
             kids = root.fork([[turn % 97, k] for k in range(8)])
-            s._generate(kids, 4, 0.5, 5, 0.9, 0.01, turn, [5], [b"xxx"], 0.9, 0.1, 2)
+            generate(s, kids, 4, 0.5, 5, 0.9, 0.01, turn, [5], [b"xxx"], 0.9, 0.1, 2)
             for kid in kids[: turn % 9]:
                 kid.drop()
         grows(work, 500, 1 << 20)
@@ -107,12 +110,18 @@ def test_every_other_call() -> None:
                     other.gate = report
             s._prefill_similar(root, own, [5], "prefix", "mean", 2, 0.5, 1.5, None, False)
             s._prompt_means([1, 2, 3], 0, 2)
-            request = s._submit(kids[0], 9, *GREEDY, 3)
-            s._step(); s._step()
-            s._cancel(request, True)
-            s._submit(kids[1], 9, *GREEDY, 0)
+            events = []
+            requests = [_core.Request(kid) for kid in kids]
+            s._submit(requests[:1], 9, *GREEDY)
+            s._step(requests[:1], events); s._step(requests[:1], events)
+            s._end([], events[1:])
+            s._end(requests[:1], events[1:], True)
+            s._submit(requests[1:], 9, *GREEDY)
+            s._step(requests[1:], events)
             kids[0].logits, kids[0].hidden, kids[0].tokens, repr(kids[0])
             kids[0].verdict = kids
+            kids[1].drop()
+            s._step(requests[1:], events)
             s.check(); s._stats(); s.invalidate()
         grows(work, 150, 1 << 20)
         assert s._stats()["branches"] == 1
@@ -132,7 +141,7 @@ def test_calls_that_fail() -> None:
                 lambda: use(np.array([1, 99])), lambda: use(np.array([1.5])),
                 lambda: use(np.zeros((2, 2), int)), lambda: use("text"), lambda: use(b"text"),
                 lambda: use(np.array([2**64 - 1], np.uint64)), lambda: use(5)]
-        with_greedy = lambda *a: s._generate([root], *a)
+        with_greedy = lambda *a: generate(s, [root], *a)
         calls = [
             *tokens(s._prefill), *tokens(root.extend),
             *tokens(lambda t: root.fork([[1], t])), *tokens(lambda t: s._score(root, [t])),
@@ -143,7 +152,7 @@ def test_calls_that_fail() -> None:
             lambda: root.fork(2**40), lambda: root.fork(1.5), lambda: root.fork(True),
             lambda: root.fork(at=0), lambda: root.fork(at=9), lambda: root.fork(at="x"),
             lambda: s.compute([other]), lambda: s.compute([root, None]), lambda: s.compute(5),
-            lambda: s._generate([root, root], 3, *GREEDY),
+            lambda: generate(s, [root, root], 3, *GREEDY),
             lambda: with_greedy(-1, *GREEDY), lambda: with_greedy(3, *GREEDY[:-1]),
             lambda: with_greedy(3, float("nan"), *GREEDY[1:]),
             lambda: with_greedy(3, *GREEDY[:4], 2**64, *GREEDY[5:]),
@@ -151,7 +160,12 @@ def test_calls_that_fail() -> None:
             lambda: with_greedy(3, *GREEDY[:6], [b"stop"], *GREEDY[7:]),
             lambda: with_greedy(3, *GREEDY[:6], [b""], *GREEDY[7:]),
             lambda: with_greedy(3, *GREEDY[:6], ["stop"], *GREEDY[7:]),
-            lambda: s._submit(root, 3, *GREEDY, 2**63), lambda: s._submit(None, 3, *GREEDY, 1),
+            lambda: s._submit([root], 3, *GREEDY), lambda: s._submit(None, 3, *GREEDY),
+            lambda: s._submit([_core.Request(root)], 3, *GREEDY, 2**63),
+            lambda: s._submit([_core.Request(root)] * 2, 3, *GREEDY), lambda: _core.Request(s),
+            lambda: s._submit([_core.Request(other)], 3, *GREEDY),
+            lambda: s._step([root], []), lambda: s._step([], ()), lambda: s._end([root], []),
+            lambda: s._end([], [root]), lambda: s._end([], [(_core.Request(root), "x")]),
             lambda: s._verify([root], [], 1, 97, None), lambda: s._verify([root], [1], 1, 2, {}),
             lambda: s._verify([root], [1], 1, 2, {**SHORTCUTS, "lens": "x"}),
             lambda: s._prompt_means([1, 2], 1, 5),
@@ -193,7 +207,7 @@ def test_sessions_come_and_go() -> None:
         def work():
             s = session(halves, kv_bytes=32 << 20)
             kids = s._prefill(np.resize(np.arange(97), 500)).fork(20)
-            s._generate(kids, 5, *GREEDY)
+            generate(s, kids, 5, *GREEDY)
         work()
         grows(work, 20, 1 << 20)
     """)
@@ -264,13 +278,13 @@ def test_every_allocation_may_fail() -> None:
                     break
                 failures += 1
         assert failures > 100, failures
-        generate = lambda: s._generate(kids, 40, *GREEDY[:5], *stops, *GREEDY[7:])
+        call = lambda: generate(s, kids, 40, *GREEDY[:5], *stops, *GREEDY[7:])
         before = [kid.tokens.tolist() for kid in kids]
         for n in range(10_000):
             error = None
             set_nomemory(n, n + 1)
             try:
-                generate()
+                call()
             except MemoryError as e:
                 error = e
             finally:

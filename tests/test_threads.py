@@ -16,7 +16,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,26 @@ GREEDY: tuple[float, int, float, float, int, list[int], list[bytes], float, floa
 def session(**options: Any) -> _core.Session:
     options = {"kv_bytes": 64 << 20, "n_threads": 1, **options}
     return _core.Session(WEIGHTS, ModelConfig.of(CONFIG), **options)
+
+
+def generate(s: _core.Session, branches: Sequence[_core.Branch], *settings: Any) -> list[Any]:
+    return s._generate([_core.Request(branch) for branch in branches], *settings)
+
+
+class Steps:
+    """A request that is submitted and stepped; its events, and whether it goes on."""
+
+    def __init__(self, s: _core.Session, branch: _core.Branch, n: int) -> None:
+        self.session, self.request = s, _core.Request(branch)
+        s._submit([self.request], n, *GREEDY)
+
+    def step(self) -> list[Any]:
+        events: list[Any] = []
+        self.session._step([self.request], events)
+        return events
+
+    def end(self, *, undo: bool = False) -> None:
+        self.session._end([self.request], [], undo)
 
 
 class Background:
@@ -101,7 +121,7 @@ def test_threads_that_generate_at_once_get_what_they_get_alone() -> None:
         kids = s._prefill(prompt).fork([[8], [9, 10]])
         for i, kid in enumerate(kids):
             kid.stream = 1000 * prompt[0] + i
-        rows = s._generate(kids, 24, *sampled)
+        rows = generate(s, kids, 24, *sampled)
         return tuple(np.concatenate([column.view(np.int32) for column in row[:4]]) for row in rows)
 
     alone = [run(prompt) for prompt in prompts]
@@ -119,9 +139,9 @@ def test_others_get_in_between_two_steps() -> None:
     """Reads, forks and calls come through while one call generates for ever."""
     s = session()
     endless, other = s._prefill([1, 2, 3]), s._prefill([4, 5, 6])
-    call = Background(lambda: s._generate([endless], 1 << 30, *GREEDY))
+    call = Background(lambda: generate(s, [endless], 1 << 30, *GREEDY))
     wait_until(lambda: endless.n_tokens > 10)
-    assert len(s._generate([other], 5, *GREEDY)[0][0]) == 5
+    assert len(generate(s, [other], 5, *GREEDY)[0][0]) == 5
     assert other.fork(2)[1].n_tokens == other.n_tokens
     assert other.logits.shape == (97,)
     with pytest.raises(RuntimeError, match="generating"):
@@ -177,7 +197,7 @@ def test_a_dropped_branch_says_so() -> None:
         lambda: setattr(branch, "score", 0.5),
         lambda: setattr(branch, "stream", 5),
         lambda: s.compute([branch]),
-        lambda: s._generate([kid, branch], 3, *GREEDY),
+        lambda: generate(s, [kid, branch], 3, *GREEDY),
         lambda: s._score(branch, [[1]]),
         lambda: s._verify([branch], [1], 2, 3, None),
     ]
@@ -198,7 +218,7 @@ def test_many_threads_fork_drop_and_read() -> None:
         n = 0
         while not stop.is_set():
             kids = root.fork([[int(t)] for t in rng.integers(1, 97, 4)])
-            s._generate(kids[:2], 3, *GREEDY)
+            generate(s, kids[:2], 3, *GREEDY)
             assert [kid.n_tokens for kid in kids] == [43, 43, 40, 40]
             kids[0].drop()
             assert kids[1].tokens[:39].tolist() == list(range(1, 40))
@@ -230,37 +250,33 @@ def test_events_of_submitted_requests_find_their_way() -> None:
     """Steps of a `_generate` advance others' requests; `_step` hands their events out."""
     s = session()
     a, b, c = (s._prefill([i, 2, 3]) for i in (1, 4, 9))
-    expected = s._generate(a.fork(1), 6, *GREEDY)[0][0].tolist()
-    request = s._submit(a, 6, *GREEDY, 0)
-    s._generate([b], 4, *GREEDY)
-    assert a.n_tokens > 3  # it went along
-    s._generate([b], 4, *GREEDY)
-    tokens: list[int] = []
-    reasons: list[str | None] = []
-    left = 1
-    while left:
-        events, left = s._step()
-        assert {event[0] for event in events} <= {request}
-        tokens += [event[1] for event in events]
-        reasons += [event[5] for event in events]
-    assert tokens == expected
-    assert reasons == [None] * 5 + ["length"]
-    assert s._step() == ([], 0)
+    expected = generate(s, a.fork(1), 6, *GREEDY)[0][0].tolist()
+    request = Steps(s, a, 6)
+    generate(s, [b], 4, *GREEDY)
+    events = request.step()
+    generate(s, [b], 4, *GREEDY)
+    while s._requests:
+        events += request.step()
+    assert {event[0] for event in events} == {request.request}
+    assert [event[1] for event in events] == [0, 1, 2, 3, 4, 5]
+    assert [event[2] for event in events] == expected
+    assert [event[6] for event in events] == [None] * 5 + ["length"]
+    assert request.step() == []
 
-    request = s._submit(c, 50, *GREEDY, 0)
-    s._step()
-    s._cancel(request)
-    assert s._step() == ([], 0)
+    request = Steps(s, c, 50)
+    request.step()
+    request.end()
+    assert request.step() == []
     assert c.n_tokens == 4
-    request = s._submit(c, 50, *GREEDY, 0)
-    s._step()
-    s._cancel(request, True)
+    request = Steps(s, c, 50)
+    request.step()
+    request.end(undo=True)
     assert c.n_tokens == 4
-    request = s._submit(c, 50, *GREEDY, 0)
+    request = Steps(s, c, 50)
     c.drop()
-    events, left = s._step()
-    assert [(event[0], event[1], event[5]) for event in events] == [(request, -1, "cancelled")]
-    assert left == 0
+    events = request.step()
+    assert [(*event[:3], event[6]) for event in events] == [(request.request, 0, -1, "cancelled")]
+    assert not s._requests
     s.check()
 
 
@@ -295,14 +311,14 @@ def books(s: _core.Session) -> tuple[int, int]:
 def test_ctrl_c_stops_generate_and_undoes_it() -> None:
     s = session()
     kids = s._prefill([1, 2, 3]).fork([[5], [6, 7]])
-    expected = [row[0].tolist() for row in s._generate([k.fork()[0] for k in kids], 9, *GREEDY)]
+    expected = [row[0].tolist() for row in generate(s, [k.fork()[0] for k in kids], 9, *GREEDY)]
     before = books(s)
     with interrupt():
-        s._generate(kids, 1 << 30, *GREEDY)
+        generate(s, kids, 1 << 30, *GREEDY)
     assert [kid.tokens.tolist() for kid in kids] == [[1, 2, 3, 5], [1, 2, 3, 6, 7]]
     assert [kid.confidence for kid in kids] == [None, None]
     assert books(s)[0] == before[0]
-    assert [row[0].tolist() for row in s._generate(kids, 9, *GREEDY)] == expected
+    assert [row[0].tolist() for row in generate(s, kids, 9, *GREEDY)] == expected
 
 
 LONG = np.resize(np.arange(1, 90), 40_000)
@@ -363,7 +379,7 @@ def test_handlers_run_in_the_middle_and_cannot_reenter() -> None:
         for timer in timers:
             timer.start()
         with pytest.raises(LookupError, match="from the handler"):
-            s._generate([branch], 1 << 30, *GREEDY)
+            generate(s, [branch], 1 << 30, *GREEDY)
     finally:
         for timer in timers:
             timer.join()
@@ -382,7 +398,7 @@ def python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     prelude = """
         import os, sys, gc, threading, time
         sys.path[:0] = [{root!r}, {tests!r}]
-        from test_threads import CONFIG, GREEDY, LONG, WEIGHTS, session
+        from test_threads import CONFIG, GREEDY, LONG, WEIGHTS, Steps, generate, session
         s = session(n_threads=2)
         b = s._prefill([1, 2, 3])
     """
@@ -403,14 +419,14 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
         from sessions import open_session
         whole = open_session()
         background = threading.Thread(
-            target=lambda: s._generate([b.fork()[0]], 1 << 30, *GREEDY), daemon=True)
+            target=lambda: generate(s, [b.fork()[0]], 1 << 30, *GREEDY), daemon=True)
         background.start()  # the child inherits a lock that somebody holds
         time.sleep(0.05)
         pid = os.fork()
         if pid == 0:
             uses = [lambda: b.tokens, lambda: b.logits, lambda: b.fork(), lambda: b.extend([1]),
                     lambda: s._prefill([1]), lambda: s._stats(), lambda: s.check(),
-                    lambda: s._generate([b], 3, *GREEDY), lambda: s.invalidate(),
+                    lambda: generate(s, [b], 3, *GREEDY), lambda: s.invalidate(),
                     lambda: s.dtype, lambda: setattr(b, "score", 1.0)]
             uses += [whole.step, lambda: whole.cancel(1), lambda: whole.prefill([1])]
             for use in uses:
@@ -421,7 +437,7 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
                     assert "forked child" in str(error), error
             b.drop()
             kid = session()
-            n = len(kid._generate([kid._prefill([1, 2, 3])], 5, *GREEDY)[0][0])
+            n = len(generate(kid, [kid._prefill([1, 2, 3])], 5, *GREEDY)[0][0])
             del b, s
             gc.collect()
             print("child", n, flush=True)
@@ -437,12 +453,12 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
     "last",
     [
         "pass",
-        "kids = b.fork(3); s._generate(kids, 4, *GREEDY)",
-        "s._submit(b, 50, *GREEDY, 0); s._step()",
+        "kids = b.fork(3); generate(s, kids, 4, *GREEDY)",
+        "kept = Steps(s, b, 50); kept.step()",
         "b.verdict = [b]; s2 = session(); cycle = [s2]; cycle.append(cycle)",
         "import builtins; builtins.kept = (s, b)",
-        "threading.Thread(target=lambda: s._generate([b], 200, *GREEDY)).start()",
-        "threading.Thread(target=lambda: s._generate([b], 1 << 30, *GREEDY), daemon=True).start()"
+        "threading.Thread(target=lambda: generate(s, [b], 200, *GREEDY)).start()",
+        "threading.Thread(target=lambda: generate(s, [b], 1 << 30, *GREEDY), daemon=True).start()"
         "; time.sleep(0.1)",
         "threading.Thread(target=lambda: globals().pop('s')).start(); del b",
     ],
@@ -478,6 +494,7 @@ def test_cycles_are_collected() -> None:
     sub = Sub(WEIGHTS, ModelConfig.of(CONFIG), kv_bytes=1 << 20)
     sub.own = sub._prefill([1, 2, 3])
     ended = weakref.ref(sub)
+    Steps(sub, sub.own, 50).step()  # it goes on, and the session keeps it
     del sub
     gc.collect()
     assert ended() is None
@@ -490,18 +507,18 @@ CROWDED = 12 * 16384
 def test_a_submission_without_room_fails_in_its_own_step() -> None:
     """Though the step that found no block for it was a `_generate`'s; `_step` tells it once."""
     roomy, s = session(), session(kv_bytes=CROWDED)
-    expected = roomy._generate([roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
+    expected = generate(roomy, [roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
     large, small = s._prefill(list(range(90)) * 2), s._prefill([1, 2, 3])
-    request = s._submit(large, 1000, *GREEDY, 0)
-    got = s._generate([small], 40, *GREEDY)[0]
+    request = Steps(s, large, 1000)
+    got = generate(s, [small], 40, *GREEDY)[0]
     assert [a.tobytes() for a in got[:4]] == [a.tobytes() for a in expected[:4]]
-    events, n_left = s._step()
-    number, _, _, _, _, finish, _, _, error = events[-1]
-    assert (number, finish, type(error)) == (request, "failed", CapacityError)
+    events = request.step()
+    *_, finish, _, _, error = events[-1]
+    assert (events[-1][0], finish, type(error)) == (request.request, "failed", CapacityError)
     assert "KV blocks" in str(error)
-    assert [event[5] for event in events[:-1]] == [None] * (len(events) - 1)
-    assert (n_left, large.n_tokens) == (0, 193)
-    assert s._step() == ([], 0)
+    assert [event[6] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert (len(s._requests), large.n_tokens) == (0, 193)
+    assert request.step() == []
     s.check()
 
 
@@ -509,11 +526,11 @@ def test_a_submission_without_room_fails_in_its_own_step() -> None:
 def test_a_generation_without_room_fails_for_its_caller_alone(first: str) -> None:
     """Whichever thread runs the step that finds no block for it."""
     roomy, s = session(), session(kv_bytes=CROWDED)
-    expected = roomy._generate([roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
+    expected = generate(roomy, [roomy._prefill([1, 2, 3])], 40, *GREEDY)[0]
     large, small = s._prefill(list(range(90)) * 2), s._prefill([1, 2, 3])
     calls = {
-        "large": partial(s._generate, [large], 1000, *GREEDY),
-        "small": partial(s._generate, [small], 40, *GREEDY),
+        "large": partial(generate, s, [large], 1000, *GREEDY),
+        "small": partial(generate, s, [small], 40, *GREEDY),
     }
     started = {name: Background(calls[name]) for name in sorted(calls, key=lambda n: n != first)}
     got = started["small"].join()[0]

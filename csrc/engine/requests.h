@@ -68,12 +68,10 @@ uint64_t rk_session_blamed(const rk_session *session);
 
 /* Retire a request now; tokens so far stay. Unknown ids are ignored. */
 void rk_session_cancel(rk_session *session, uint64_t request);
-/* Retire it and undo its tokens (a failed call), also one that has ended while
- * others of its group have not or since the last step or submission; but not
- * where somebody has gone on with its branch. */
-void rk_session_abort(rk_session *session, uint64_t request);
-/* Undo tokens of a branch that has no request (a result that could not be
- * handed out): forget those from n_tokens on. */
-void rk_session_undo(rk_session *session, rk_branch *branch, int32_t n_tokens);
+/* Undo what a request has done (a failed call, a result that could not be
+ * handed out): the branch, which is not busy any more, forgets its tokens from
+ * n_tokens on and has this confidence. */
+void rk_session_undo(rk_session *session, rk_branch *branch, int32_t n_tokens,
+                     double confidence);
 
 #endif

@@ -1,9 +1,9 @@
 /* Requests: what they are, and what becomes of their tokens.
  *
  * A request waits, runs and ends; turns.c says when. Requests of one group (one
- * call) take turns as one, stop together under CGEE and can be undone together:
- * their records stay until the last of them has ended. A request of no group is
- * the only one of its own.
+ * call) take turns as one and stop together under CGEE: their records stay
+ * until the last of them has ended. A request of no group is the only one of
+ * its own.
  *
  * Records stand in an array in the order in which they came, so their ids rise
  * and one is found by halving; all that a call or a step does with n requests
@@ -33,8 +33,8 @@ static void request_free(rk_request *request)
     free(request);
 }
 
-/* Free the records of groups that have ended. Not before the next submission
- * or step: a caller may have to undo them. */
+/* Free the records of groups that have ended. Between steps: within one they
+ * are gone through. */
 static void sweep(rk_scheduler *scheduler)
 {
     int32_t n = 0;
@@ -162,8 +162,6 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
     request->id = *id = ++scheduler->next_id;
     request->branch = branch;
     request->options = *options;
-    request->n_before = branch->n_tokens;
-    request->confidence_before = branch->confidence;
     request->confidence = NAN;
     request_link(scheduler, request, group);
     branch->busy = true;
@@ -212,29 +210,11 @@ void rk_session_cancel(rk_session *s, uint64_t id)
     }
 }
 
-void rk_session_abort(rk_session *s, uint64_t id)
-{
-    rk_request *request = request_find(&s->scheduler, id);
-    if (request == NULL) {
-        return;
-    }
-    if (rk_request_active(request)) {
-        retire(s, request, RK_FINISH_CANCELLED);
-    }
-    rk_branch *branch = request->branch;
-    /* Somebody may have gone on with a branch whose request has ended. */
-    if (branch != NULL && !branch->busy &&
-        branch->n_tokens == request->n_before + request->n_new) {
-        rk_tree_truncate(&s->tree, branch, request->n_before);
-        branch->confidence = request->confidence_before;
-    }
-    request->confidence = NAN; /* it counts for nobody's lead */
-    let_go(request);
-}
-
-void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens)
+void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens,
+                     double confidence)
 {
     rk_tree_truncate(&s->tree, branch, n_tokens);
+    branch->confidence = confidence;
 }
 
 static void forget(rk_session *s, rk_request *request)

@@ -17,11 +17,9 @@ struct rk_request {
     uint64_t id;
     rk_group *group;
     rk_request *peer;              /* the next one of its group */
-    rk_branch *branch;             /* NULL: dropped, or undone */
+    rk_branch *branch;             /* NULL: dropped */
     rk_generation_options options; /* its stops are in `stops` */
     rk_stops stops;
-    int32_t n_before; /* tokens of the branch at submission */
-    double confidence_before;
     int32_t n_new;
     double sum_top;    /* of top_prob over new tokens */
     double confidence; /* NaN before the first pick */

@@ -391,13 +391,11 @@ static rk_status verify_in_order(rk_session *s, rk_branch *const *branches,
     return status;
 }
 
-static void keep_scores(rk_session *s, rk_branch *const *branches, int32_t n,
-                        const rk_verdict *verdicts)
+static void count(rk_session *s, int32_t n, const rk_verdict *verdicts)
 {
     int32_t n_layers = s->model.config.n_layers;
     bool any = false;
     for (int32_t i = 0; i < n; i++) {
-        branches[i]->score = verdicts[i].score;
         s->stats.layers_run += verdicts[i].layers;
         s->stats.layers_saved += n_layers - verdicts[i].layers;
         any = any || verdicts[i].outcome == RK_VERIFIED;
@@ -464,7 +462,7 @@ rk_status rk_session_verify(rk_session *s, rk_branch *const *branches,
                                  err);
     }
     if (status == RK_OK) {
-        keep_scores(s, branches, n, verdicts);
+        count(s, n, verdicts);
     }
     free(confidence);
     free(order);

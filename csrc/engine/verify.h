@@ -35,7 +35,8 @@ typedef struct rk_verification {
     bool lens_norm;
 } rk_verification;
 
-/* Sets the branches' scores. */
+/* Changes nothing of the branches: the scores are theirs once the caller sets
+ * them. */
 rk_status rk_session_verify(rk_session *session, rk_branch *const *branches,
                             int32_t n, const rk_verification *verification,
                             rk_verdict *verdicts, rk_error *err);

@@ -239,6 +239,11 @@ branch_object *rk_branch_read(session_object *session, PyObject *object,
     return branch;
 }
 
+branch_object *const *rk_branches_of(PyObject *tuple)
+{
+    return (branch_object *const *)((PyTupleObject *)tuple)->ob_item;
+}
+
 PyObject *rk_branches_read(session_object *session, PyObject *sequence)
 {
     PyObject *branches;

@@ -48,8 +48,8 @@ static int branch_traverse(branch_object *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->session);
     Py_VISIT(self->gate);
-    Py_VISIT(self->verdict);
-    Py_VISIT(self->verdict_fields);
+    Py_VISIT(self->verdict.verdict);
+    Py_VISIT(self->verdict.fields);
     Py_VISIT(self->prompt);
     return 0;
 }
@@ -58,8 +58,7 @@ static int branch_traverse(branch_object *self, visitproc visit, void *arg)
 static int branch_clear(branch_object *self)
 {
     Py_CLEAR(self->gate);
-    Py_CLEAR(self->verdict);
-    Py_CLEAR(self->verdict_fields);
+    rk_kept_verdict_clear(&self->verdict);
     Py_CLEAR(self->prompt);
     return 0;
 }
@@ -79,45 +78,6 @@ static void branch_dealloc(branch_object *self)
     Py_XDECREF(self->session);
     type->tp_free(self);
     Py_DECREF(type);
-}
-
-/* ---- places in the engine ------------------------------------------------ */
-
-static void raise_dropped(const branch_object *self)
-{
-    PyErr_Format(PyExc_RuntimeError, "branch %llu was dropped",
-                 (unsigned long long)self->id);
-}
-
-int rk_branches_resolve(PyObject *branches, rk_branch **out)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(branches); i++) {
-        branch_object *branch = (branch_object *)PyTuple_GET_ITEM(branches, i);
-
-        out[i] = branch->handle->branch;
-        if (out[i] == NULL) {
-            raise_dropped(branch);
-            return -1;
-        }
-    }
-    return 0;
-}
-
-rk_branch *rk_branch_enter(branch_object *self)
-{
-    if (self->dropped) {
-        raise_dropped(self);
-        return NULL;
-    }
-    if (rk_session_enter(self->session) < 0) {
-        return NULL;
-    }
-    if (self->handle->branch == NULL) { /* while we waited */
-        rk_session_leave(self->session);
-        raise_dropped(self);
-        return NULL;
-    }
-    return self->handle->branch;
 }
 
 /* ---- methods ------------------------------------------------------------- */
@@ -142,40 +102,34 @@ static PyObject *new_children(branch_object *self, int32_t n)
 static PyObject *make_children(branch_object *self, int32_t n, int32_t at,
                                const rk_token_lists *suffixes)
 {
-    rk_branch **made = PyMem_RawCalloc((size_t)n, sizeof *made), *parent;
+    rk_branch **made = PyMem_RawCalloc((size_t)n, sizeof *made);
     PyObject *children = new_children(self, n);
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
+    rk_call call;
 
     if (made == NULL) {
         PyErr_NoMemory();
     }
     if (made == NULL || children == NULL ||
-        (parent = rk_branch_enter(self)) == NULL) {
-        goto fail;
+        rk_call_enter(&call, self->session, &self, 1) < 0) {
+        Py_CLEAR(children);
+        goto done;
     }
-    rk_long_begin(self->session, &visitor);
+    rk_call_begin(&call);
     status = rk_session_fork(
-        self->session->engine, made, parent, at, n,
+        call.engine, made, call.one, at, n,
         suffixes != NULL ? (const int32_t *const *)suffixes->ids : NULL,
-        suffixes != NULL ? suffixes->lengths : NULL, &err);
-    rk_long_end(self->session, &visitor);
+        suffixes != NULL ? suffixes->lengths : NULL, &call.err);
     for (int32_t i = 0; i < n && status == RK_OK; i++) {
         rk_branch_bind((branch_object *)PyList_GET_ITEM(children, i), made[i]);
     }
-    rk_session_leave(self->session);
-    if (status != RK_OK) {
-        rk_raise(self->session->state, &err);
-        goto fail;
+    if (rk_call_leave(&call, status) < 0) {
+        Py_CLEAR(children);
     }
+
+done:
     PyMem_RawFree(made);
     return children;
-
-fail:
-    PyMem_RawFree(made);
-    Py_XDECREF(children);
-    return NULL;
 }
 
 static PyObject *branch_fork(branch_object *self, PyObject *args,
@@ -249,12 +203,17 @@ static PyObject *branch_extend(branch_object *self, PyObject *args,
     Py_RETURN_NONE;
 }
 
-static PyObject *branch_drop(branch_object *self, PyObject *Py_UNUSED(unused))
+void rk_branch_drop(branch_object *self)
 {
     if (!self->dropped) {
         self->dropped = true;
         rk_handle_drop(self->session, self->handle, false);
     }
+}
+
+static PyObject *branch_drop(branch_object *self, PyObject *Py_UNUSED(unused))
+{
+    rk_branch_drop(self);
     Py_RETURN_NONE;
 }
 
@@ -375,50 +334,66 @@ static int branch_set_stream(branch_object *self, PyObject *value,
 
 /* ---- the verdict --------------------------------------------------------- */
 
-/* A verdict names its branch: kept as it is, the two would hold each other, and
- * a forgotten branch its KV, until the garbage collector comes. So the branch
- * keeps the other fields and the type, and makes the verdict again on request.
- */
-static int branch_set_verdict(branch_object *self, PyObject *value,
-                              void *Py_UNUSED(closure))
+int rk_kept_verdict_make(rk_kept_verdict *out, branch_object *branch,
+                         PyObject *verdict)
 {
-    PyObject *kept = value, *fields, *all, *old, *old_fields;
+    PyObject *all = PyObject_GetAttrString(verdict, "__dict__");
 
-    if (refuse_delete(value, "verdict") < 0) {
-        return -1;
-    }
-    all = PyObject_GetAttrString(value, "__dict__");
+    *out = (rk_kept_verdict){.verdict = verdict};
     if (all == NULL) {
         PyErr_Clear();
     }
-    fields = NULL;
     if (all != NULL && PyDict_Check(all) &&
-        PyDict_GetItemString(all, "branch") == (PyObject *)self) {
-        kept = (PyObject *)Py_TYPE(value);
-        fields = PyDict_Copy(all);
-        if (fields == NULL || PyDict_DelItemString(fields, "branch") < 0) {
-            Py_XDECREF(fields);
+        PyDict_GetItemString(all, "branch") == (PyObject *)branch) {
+        out->verdict = (PyObject *)Py_TYPE(verdict);
+        out->fields = PyDict_Copy(all);
+        if (out->fields == NULL ||
+            PyDict_DelItemString(out->fields, "branch") < 0) {
+            Py_CLEAR(out->fields);
             Py_DECREF(all);
             return -1;
         }
     }
     Py_XDECREF(all);
-    Py_INCREF(kept);
-    old = self->verdict;
-    old_fields = self->verdict_fields;
-    self->verdict = kept;
-    self->verdict_fields = fields;
-    Py_XDECREF(old);
-    Py_XDECREF(old_fields);
+    Py_INCREF(out->verdict);
+    return 0;
+}
+
+void rk_kept_verdict_swap(rk_kept_verdict *kept, branch_object *branch)
+{
+    rk_kept_verdict old = branch->verdict;
+
+    branch->verdict = *kept;
+    *kept = old;
+}
+
+void rk_kept_verdict_clear(rk_kept_verdict *kept)
+{
+    Py_CLEAR(kept->verdict);
+    Py_CLEAR(kept->fields);
+}
+
+static int branch_set_verdict(branch_object *self, PyObject *value,
+                              void *Py_UNUSED(closure))
+{
+    rk_kept_verdict kept;
+
+    if (refuse_delete(value, "verdict") < 0 ||
+        rk_kept_verdict_make(&kept, self, value) < 0) {
+        return -1;
+    }
+    rk_kept_verdict_swap(&kept, self);
+    rk_kept_verdict_clear(&kept);
     return 0;
 }
 
 static PyObject *branch_get_verdict(branch_object *self,
                                     void *Py_UNUSED(closure))
 {
-    PyObject *verdict = self->verdict != NULL ? self->verdict : Py_None;
-    PyObject *fields = self->verdict_fields, *all = NULL, *made;
+    PyObject *verdict = self->verdict.verdict, *fields = self->verdict.fields;
+    PyObject *all = NULL, *made;
 
+    verdict = verdict != NULL ? verdict : Py_None;
     Py_INCREF(verdict);
     if (fields == NULL) {
         return verdict;
@@ -482,32 +457,25 @@ static PyObject *get_tokens(branch_object *self, void *Py_UNUSED(closure))
 
 static PyObject *get_computed(branch_object *self, bool hidden)
 {
-    rk_branch *branch = rk_branch_enter(self);
     const rk_config *config;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status = RK_OK;
     PyObject *array;
+    rk_call call;
     float *out;
 
-    if (branch == NULL) {
+    if (rk_call_enter(&call, self->session, &self, 1) < 0) {
         return NULL;
     }
-    config = &rk_session_model(self->session->engine)->config;
+    config = &rk_session_model(call.engine)->config;
     array = hidden ? rk_array_float32_2d(config->n_layers, config->width, &out)
                    : rk_array_float32(config->vocab_size, &out);
     if (array != NULL) {
-        rk_session *engine = self->session->engine;
-
-        rk_long_begin(self->session, &visitor);
-        status = hidden ? rk_session_hidden(engine, branch, out, &err)
-                        : rk_session_logits(engine, branch, out, &err);
-        rk_long_end(self->session, &visitor);
+        rk_call_begin(&call);
+        status = (hidden ? rk_session_hidden : rk_session_logits)(
+            call.engine, call.one, out, &call.err);
     }
-    rk_session_leave(self->session);
-    if (status != RK_OK) {
-        Py_DECREF(array);
-        return rk_raise(self->session->state, &err);
+    if (rk_call_leave(&call, status) < 0) {
+        Py_CLEAR(array);
     }
     return array;
 }
@@ -525,30 +493,24 @@ static PyObject *get_hidden(branch_object *self, void *Py_UNUSED(closure))
 /* The same where the session computes. */
 static PyObject *get_lent(branch_object *self, bool hidden)
 {
-    rk_branch *branch = rk_branch_enter(self);
     const rk_config *config;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
     rk_lent *lent;
+    rk_call call;
 
-    if (branch == NULL) {
-        return NULL;
-    }
     if (self->session->cuda == NULL) {
-        rk_session_leave(self->session);
         return get_computed(self, hidden);
     }
-    config = &rk_session_model(self->session->engine)->config;
+    if (rk_call_enter(&call, self->session, &self, 1) < 0) {
+        return NULL;
+    }
+    config = &rk_session_model(call.engine)->config;
     const int64_t shapes[2][2] = {{config->vocab_size, 0},
                                   {config->n_layers, config->width}};
-    rk_long_begin(self->session, &visitor);
-    status =
-        rk_session_lend(self->session->engine, branch, hidden, &lent, &err);
-    rk_long_end(self->session, &visitor);
-    rk_session_leave(self->session);
-    if (status != RK_OK) {
-        return rk_raise(self->session->state, &err);
+    rk_call_begin(&call);
+    status = rk_session_lend(call.engine, call.one, hidden, &lent, &call.err);
+    if (rk_call_leave(&call, status) < 0) {
+        return NULL;
     }
     return rk_device_array_new(self->session->state, lent, shapes[hidden],
                                hidden ? 2 : 1);

@@ -1,138 +1,45 @@
-/* Generation: `_generate`, and requests by `_submit`, `_step`, `_cancel`. */
-#include "collect.h"
+/* Generation: `_generate`, and requests by `_submit`, `_step`, `_end`. */
+#include "request.h"
 
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- arguments ----------------------------------------------------------- */
 
-/* What `_submit` and `_generate` have in common; owns what options point to. */
-typedef struct settings {
-    rk_generation_options options;
-    rk_tokens stop_ids;
-    PyObject *strings; /* tuple of bytes */
-    const uint8_t **stop_strings;
-    int32_t *stop_lengths;
-} settings;
-
-#define N_SETTINGS 11
-#define SETTINGS_KEYWORDS                                                      \
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed",        \
-        "stop_ids", "stop_strings", "stop_top", "stop_lead", "min_steps"
-#define SETTINGS_REFERENCES(objects)                                           \
-    &(objects)[0], &(objects)[1], &(objects)[2], &(objects)[3], &(objects)[4], \
-        &(objects)[5], &(objects)[6], &(objects)[7], &(objects)[8],            \
-        &(objects)[9], &(objects)[10]
-
-static void settings_free(settings *s)
+/* Requests of a sequence argument, as a tuple that keeps them alive. */
+static PyObject *requests_read(session_object *self, PyObject *sequence)
 {
-    rk_tokens_free(&s->stop_ids);
-    Py_CLEAR(s->strings);
-    PyMem_RawFree(s->stop_strings);
-    PyMem_RawFree(s->stop_lengths);
-    s->stop_strings = NULL;
-    s->stop_lengths = NULL;
-}
+    PyObject *requests = PySequence_Tuple(sequence);
 
-static int read_strings(settings *s, PyObject *object)
-{
-    Py_ssize_t n;
+    if (requests == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requests); i++) {
+        PyObject *item = PyTuple_GET_ITEM(requests, i);
 
-    s->strings = PySequence_Tuple(object);
-    if (s->strings == NULL) {
-        return -1;
-    }
-    n = PyTuple_GET_SIZE(s->strings);
-    if (n > INT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "stop_strings: too many");
-        return -1;
-    }
-    s->stop_strings = PyMem_RawCalloc((size_t)n + 1, sizeof *s->stop_strings);
-    s->stop_lengths = PyMem_RawCalloc((size_t)n + 1, sizeof *s->stop_lengths);
-    if (s->stop_strings == NULL || s->stop_lengths == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = PyTuple_GET_ITEM(s->strings, i);
-
-        if (!PyBytes_Check(item)) {
+        if (!PyObject_TypeCheck(item,
+                                (PyTypeObject *)self->state->request_type)) {
             PyErr_Format(PyExc_TypeError,
-                         "stop_strings[%zd] must be bytes, not %s", i,
+                         "requests[%zd] must be a Request, not %.200s", i,
                          Py_TYPE(item)->tp_name);
-            return -1;
+            Py_DECREF(requests);
+            return NULL;
         }
-        if (PyBytes_GET_SIZE(item) < 1 || PyBytes_GET_SIZE(item) > 1 << 20) {
+        if (((request_object *)item)->branch->session != self) {
             PyErr_Format(PyExc_ValueError,
-                         "stop_strings[%zd] has %zd bytes, not 1 .. %d", i,
-                         PyBytes_GET_SIZE(item), 1 << 20);
-            return -1;
+                         "branches[%zd] belongs to another session", i);
+            Py_DECREF(requests);
+            return NULL;
         }
-        s->stop_strings[i] = (const uint8_t *)PyBytes_AS_STRING(item);
-        s->stop_lengths[i] = (int32_t)PyBytes_GET_SIZE(item);
     }
-    return 0;
+    return requests;
 }
 
-/* A float in [least, most]; NaN is in no interval. */
-static int read_float(double *out, PyObject *object, const char *what,
-                      double least, double most)
+static request_object *request_at(PyObject *requests, Py_ssize_t i)
 {
-    *out = PyFloat_AsDouble(object);
-    if (PyErr_Occurred()) {
-        return -1;
-    }
-    if (!(*out >= least && *out <= most)) {
-        PyErr_Format(PyExc_ValueError, "%s is out of range: %R", what, object);
-        return -1;
-    }
-    return 0;
+    return (request_object *)PyTuple_GET_ITEM(requests, i);
 }
-
-static int read_settings(settings *s, PyObject *const *objects,
-                         const session_object *session)
-{
-    rk_generation_options *o = &s->options;
-    double temperature, top_p, min_p;
-
-    *s = (settings){0};
-    if (rk_int_read(&o->max_new_tokens, objects[0], "max_new_tokens", 0,
-                    INT32_MAX) < 0 ||
-        read_float(&temperature, objects[1], "temperature", 0, 1e30) < 0 ||
-        rk_int_read(&o->draw.top_k, objects[2], "top_k", 0, INT32_MAX) < 0 ||
-        read_float(&top_p, objects[3], "top_p", 0, 1) < 0 ||
-        read_float(&min_p, objects[4], "min_p", 0, 1) < 0 ||
-        rk_uint64_read(&o->draw.seed, objects[5], "seed") < 0 ||
-        rk_tokens_read(&s->stop_ids, objects[6], session->vocab_size,
-                       "stop_ids") < 0 ||
-        read_strings(s, objects[7]) < 0 ||
-        read_float(&o->cgee.stop_top, objects[8], "stop_top", 0, INFINITY) <
-            0 ||
-        read_float(&o->cgee.stop_lead, objects[9], "stop_lead", 0, 1) < 0 ||
-        rk_int_read(&o->cgee.min_steps, objects[10], "min_steps", 1,
-                    INT32_MAX) < 0) {
-        settings_free(s);
-        return -1;
-    }
-    o->draw.temperature = (float)temperature;
-    o->draw.top_p = (float)top_p;
-    o->draw.min_p = (float)min_p;
-    o->draw.forced = -1;
-    o->stop_ids = s->stop_ids.ids;
-    o->n_stop_ids = s->stop_ids.n;
-    o->stop_strings = s->stop_strings;
-    o->stop_lengths = s->stop_lengths;
-    o->n_stop_strings = (int32_t)PyTuple_GET_SIZE(s->strings);
-    if (session->generating->token_offsets != NULL) {
-        o->token_bytes = session->generating->token_bytes;
-        o->token_offsets = session->generating->token_offsets;
-        o->special = session->generating->special;
-    }
-    return 0;
-}
-
-/* Callers' groups are below it, ours above. */
-#define OWN_GROUPS ((uint64_t)1 << 63)
 
 static const char *finish_name(rk_finish finish)
 {
@@ -153,237 +60,422 @@ static const char *finish_name(rk_finish finish)
     return NULL;
 }
 
-/* ---- _submit, _step, _cancel --------------------------------------------- */
+/* ---- _submit ------------------------------------------------------------- */
 
-static rk_status submit(session_object *self, rk_branch *branch,
-                        const settings *s, uint64_t group, uint64_t *request,
-                        rk_error *err)
+/* The session keeps it from now on. -1 with an exception. */
+static int keep(rk_requests *all, request_object *request)
 {
-    rk_status status = rk_session_submit(self->engine, branch, &s->options,
-                                         group, request, err);
-
-    if (status == RK_OK && !rk_submission_add(self->generating, *request)) {
-        rk_session_abort(self->engine, *request);
-        status = rk_fail(err, RK_ENOMEM, "no memory for a request");
+    if (request->number == NULL) {
+        request->number = PyLong_FromUnsignedLongLong(request->id);
     }
-    return status;
+    if (request->number == NULL ||
+        PyDict_SetItem(all->kept, request->number, (PyObject *)request) < 0) {
+        return -1;
+    }
+    request->kept = true;
+    return 0;
+}
+
+/* Its end has been told, or nobody wants to hear of it. */
+static void let_go(rk_requests *all, request_object *request)
+{
+    request->end_told = true;
+    if (request->kept) {
+        request->kept = false;
+        PyDict_DelItem(all->kept, request->number);
+    }
+}
+
+/* Whatever came of them, as if they had never been submitted. */
+static void undo_all(session_object *self, PyObject *requests)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requests); i++) {
+        rk_request_undo(self, request_at(requests, i), 0);
+    }
+    rk_requests_sweep(self->requests);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requests); i++) {
+        let_go(self->requests, request_at(requests, i));
+    }
+}
+
+/* Callers' groups are below it, ours above. */
+#define OWN_GROUPS ((uint64_t)1 << 63)
+
+static uint64_t new_group(rk_requests *all)
+{
+    return OWN_GROUPS | ++all->last_group;
+}
+
+/* All or none. */
+static int submit(session_object *self, PyObject *requests,
+                  const rk_settings *s, uint64_t group)
+{
+    rk_requests *all = self->requests;
+    rk_status status = RK_OK;
+    bool kept = true;
+    rk_call call;
+
+    if (rk_call_enter(&call, self, NULL, 0) < 0) {
+        return -1;
+    }
+    group = group != 0 ? group : new_group(all);
+    for (Py_ssize_t i = 0;
+         i < PyTuple_GET_SIZE(requests) && status == RK_OK && kept; i++) {
+        request_object *request = request_at(requests, i);
+
+        status = rk_request_submit(self, request, &s->options, group, NULL,
+                                   &call.err);
+        kept = status != RK_OK || keep(all, request) == 0;
+    }
+    if (status != RK_OK || !kept) {
+        RK_KEEP_EXCEPTION(undo_all(self, requests));
+    }
+    return rk_call_leave(&call, status) < 0 || !kept ? -1 : 0;
 }
 
 PyObject *rk_session_py_submit(session_object *self, PyObject *args,
                                PyObject *kwargs)
 {
-    static char *keywords[] = {"branch", SETTINGS_KEYWORDS, "group", NULL};
-    PyObject *object, *objects[N_SETTINGS], *group_object;
-    branch_object *branch;
-    rk_branch *place;
-    settings s;
-    uint64_t group, request = 0;
-    rk_error err = {0};
-    rk_status status;
+    static char *keywords[] = {"requests", RK_SETTINGS_KEYWORDS, "group", NULL};
+    PyObject *object, *objects[RK_N_SETTINGS], *requests, *number = NULL;
+    uint64_t group = 0;
+    rk_settings s;
+    int failed;
 
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOOOOOOOOOO:_submit", keywords, &object,
-            SETTINGS_REFERENCES(objects), &group_object)) {
-        return NULL;
-    }
-    branch = rk_branch_read(self, object, "branch");
-    if (branch == NULL || rk_uint64_read(&group, group_object, "group") < 0) {
+            args, kwargs, "OOOOOOOOOOOO|O:_submit", keywords, &object,
+            RK_SETTINGS_REFERENCES(objects), &number) ||
+        (number != NULL && rk_uint64_read(&group, number, "group") < 0)) {
         return NULL;
     }
     if (group >= OWN_GROUPS) {
         PyErr_SetString(PyExc_ValueError, "group must be below 2**63");
         return NULL;
     }
-    if (read_settings(&s, objects, self) < 0) {
+    requests = requests_read(self, object);
+    if (requests == NULL) {
         return NULL;
     }
-    place = rk_branch_enter(branch);
-    if (place == NULL) {
-        settings_free(&s);
+    if (rk_settings_read(&s, objects, &self->requests->table,
+                         self->vocab_size) < 0) {
+        Py_DECREF(requests);
         return NULL;
     }
-    status = submit(self, place, &s, group, &request, &err);
-    rk_session_leave(self);
-    settings_free(&s);
-    if (status != RK_OK) {
-        return rk_raise(self->state, &err);
+    failed = submit(self, requests, &s, group);
+    rk_settings_free(&s);
+    Py_DECREF(requests);
+    if (failed < 0) {
+        return NULL;
     }
-    return PyLong_FromUnsignedLongLong(request);
+    Py_RETURN_NONE;
 }
 
-static PyObject *event_tuple(const rk_token *e)
+/* ---- _step --------------------------------------------------------------- */
+
+static bool ended(const request_object *r)
 {
-    return Py_BuildValue("(KidddziiO)", (unsigned long long)e->request,
-                         (int)e->token, (double)e->logprob, (double)e->top_prob,
-                         (double)e->entropy, finish_name(e->finish),
-                         (int)e->stop_bytes, (int)e->stop_index, Py_None);
+    return r->id != 0 && r->end.finish != RK_FINISH_NONE;
 }
 
-static PyObject *failure_tuple(const rk_state *state, const rk_submission *s)
+static bool has_news(const request_object *r)
 {
-    PyObject *error = rk_exception(state, &s->failure);
-
-    return error == NULL
-               ? NULL
-               : Py_BuildValue("(KidddsiiN)", (unsigned long long)s->request,
-                               -1, 0.0, 0.0, 0.0, "failed", 0, -1, error);
+    return r->n_told < r->n || (ended(r) && !r->end_told);
 }
 
-/* The queue's events and then failures, a list; both are empty afterwards. */
-static PyObject *take_queue(const rk_state *state, rk_generating *g)
+/* (request, index of the token, token, logprob, top_prob, entropy, finish,
+ * stop_bytes, stop_index, error); token -1: the end alone. */
+static PyObject *event_tuple(request_object *r, int32_t i, PyObject *error)
 {
-    PyObject *list = PyList_New(g->n_queue + g->n_failed);
-    const rk_submission *failed = g->failed;
+    bool last = ended(r) && i == r->n - (r->end.token >= 0);
+    const rk_token *end = last ? &r->end : &(const rk_token){.stop_index = -1};
 
-    for (int32_t i = 0; list != NULL && i < g->n_queue + g->n_failed; i++) {
-        PyObject *event;
+    if (i < r->n) {
+        return Py_BuildValue("(OiidddziiO)", r, (int)i, (int)r->tokens[i],
+                             (double)r->logprobs[i], (double)r->top_probs[i],
+                             (double)r->entropies[i], finish_name(end->finish),
+                             (int)end->stop_bytes, (int)end->stop_index, error);
+    }
+    return Py_BuildValue("(OiidddziiO)", r, (int)i, -1, (double)end->logprob,
+                         (double)end->top_prob, (double)end->entropy,
+                         error != Py_None ? "failed" : finish_name(end->finish),
+                         (int)end->stop_bytes, (int)end->stop_index, error);
+}
 
-        if (i < g->n_queue) {
-            event = event_tuple(&g->queue[i]);
-        } else {
-            event = failure_tuple(state, failed);
-            failed = failed->next;
+/* Append the event of token i, or of an end without one, to the list. */
+static int tell_event(session_object *self, request_object *r, int32_t i,
+                      PyObject *events)
+{
+    PyObject *error = Py_None, *event;
+    int failed;
+
+    if (i == r->n && r->failure != NULL) {
+        error = rk_exception(self->state, r->failure);
+        if (error == NULL) {
+            return -1;
         }
-        if (event == NULL) {
-            Py_CLEAR(list);
-            return NULL;
-        }
-        PyList_SET_ITEM(list, i, event);
+    } else {
+        Py_INCREF(error);
     }
-    if (list != NULL) {
-        g->n_queue = 0;
-        rk_failed_free(g);
+    event = event_tuple(r, i, error);
+    Py_DECREF(error);
+    if (event == NULL) {
+        return -1;
     }
-    return list;
+    failed = PyList_Append(events, event);
+    Py_DECREF(event);
+    return failed;
 }
 
-PyObject *rk_session_py_step(session_object *self, PyObject *Py_UNUSED(unused))
+/* Append what is new of a request. What is in the list has been told. */
+static int tell(session_object *self, request_object *r, PyObject *events)
 {
-    rk_generating *g = self->generating;
+    int32_t n = r->n + (ended(r) && !r->end_told && r->end.token < 0);
+
+    for (int32_t i = r->n_told; i < n; i++) {
+        if (tell_event(self, r, i, events) < 0) {
+            return -1;
+        }
+        r->n_told = i < r->n ? i + 1 : r->n;
+    }
+    if (ended(r)) {
+        let_go(self->requests, r);
+    }
+    return 0;
+}
+
+static int step(session_object *self, PyObject *requests, PyObject *events)
+{
+    rk_requests *all = self->requests;
+    Py_ssize_t n = PyTuple_GET_SIZE(requests);
+    bool news = false;
     rk_status status = RK_OK;
-    rk_error err = {0};
-    PyObject *events = NULL;
-    int32_t n_left;
+    int failed = 0;
+    rk_call call;
 
-    if (rk_session_enter(self) < 0) {
-        return NULL;
+    if (rk_call_enter(&call, self, NULL, 0) < 0) {
+        return -1;
     }
+    rk_requests_sweep(all);
     /* Others' steps may have brought some; without requests there is nothing
      * to do, whatever runs for somebody else. */
-    if (g->n_queue + g->n_failed == 0 && g->n_submissions > 0) {
-        rk_visitor visitor;
+    for (Py_ssize_t i = 0; i < n && !news; i++) {
+        news = has_news(request_at(requests, i));
+    }
+    if (!news && all->n_submitted > 0) {
         int32_t n_active = 0;
 
-        rk_long_begin(self, &visitor);
-        status = rk_generating_step(self, NULL, &n_active, &err);
-        rk_long_end(self, &visitor);
+        rk_call_begin(&call);
+        status = rk_requests_step(self, NULL, &n_active, &call.err);
+        rk_call_end(&call);
     }
-    if (status == RK_OK) {
-        events = take_queue(self->state, g);
+    for (Py_ssize_t i = 0; i < n && status == RK_OK && failed == 0; i++) {
+        failed = tell(self, request_at(requests, i), events);
     }
-    n_left = g->n_submissions;
-    rk_session_leave(self);
-    if (status != RK_OK) {
-        return rk_raise(self->state, &err);
-    }
-    return events != NULL ? Py_BuildValue("(Ni)", events, (int)n_left) : NULL;
+    return rk_call_leave(&call, status) < 0 ? -1 : failed;
 }
 
-PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
-                               PyObject *kwargs)
+PyObject *rk_session_py_step(session_object *self, PyObject *args,
+                             PyObject *kwargs)
 {
-    static char *keywords[] = {"request", "undo", NULL};
-    PyObject *object;
-    uint64_t request;
-    rk_submission **at;
-    int undo = 0;
+    static char *keywords[] = {"requests", "events", NULL};
+    PyObject *object, *events, *requests;
+    int failed;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:_cancel", keywords,
-                                     &object, &undo) ||
-        rk_uint64_read(&request, object, "request") < 0 ||
-        rk_session_enter(self) < 0) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!:_step", keywords,
+                                     &object, &PyList_Type, &events)) {
         return NULL;
     }
-    at = rk_submission_find(self->generating, request);
-    if (at != NULL) {
-        rk_submission_remove(self->generating, at);
-        if (!undo) {
-            rk_session_cancel(self->engine, request);
+    requests = requests_read(self, object);
+    if (requests == NULL) {
+        return NULL;
+    }
+    failed = step(self, requests, events);
+    Py_DECREF(requests);
+    if (failed < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- _end ---------------------------------------------------------------- */
+
+static bool are_events(const session_object *self, PyObject *events)
+{
+    PyTypeObject *type = (PyTypeObject *)self->state->request_type;
+
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(events); i++) {
+        PyObject *event = PyList_GET_ITEM(events, i);
+
+        if (!PyTuple_Check(event) || PyTuple_GET_SIZE(event) < 2 ||
+            !PyObject_TypeCheck(PyTuple_GET_ITEM(event, 0), type) ||
+            !PyLong_Check(PyTuple_GET_ITEM(event, 1))) {
+            PyErr_SetString(PyExc_TypeError, "events must be those of _step");
+            return false;
         }
     }
-    if (undo && !rk_generating_collects(self->generating, request)) {
-        /* Also one that ended, while others of its group run. */
-        rk_session_abort(self->engine, request);
+    return true;
+}
+
+/* Events that were not handed out have not been told. -1: no memory. */
+static int take_back(session_object *self, PyObject *events)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(events); i++) {
+        PyObject *event = PyList_GET_ITEM(events, i);
+        request_object *r = (request_object *)PyTuple_GET_ITEM(event, 0);
+        long index = PyLong_AsLong(PyTuple_GET_ITEM(event, 1));
+
+        r->n_told = index < r->n_told ? (int32_t)index : r->n_told;
+        if (r->end_told && !r->undone) {
+            r->end_told = false;
+            if (keep(self->requests, r) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static int end(session_object *self, PyObject *requests, PyObject *events,
+               bool undo)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(requests);
+    int failed;
+
+    if (rk_session_enter_surely(self) < 0) {
+        return -1;
+    }
+    failed = take_back(self, events);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        request_object *r = request_at(requests, i);
+
+        if (!r->end_told) {
+            rk_request_undo(self, r, undo ? 0 : r->n_told);
+        }
+    }
+    rk_requests_sweep(self->requests);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        let_go(self->requests, request_at(requests, i));
     }
     rk_session_leave(self);
+    return failed;
+}
+
+/* Nothing of them was submitted: there is nothing to wait for. */
+static bool untouched(PyObject *requests, PyObject *events)
+{
+    bool any = PyList_GET_SIZE(events) > 0;
+
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requests) && !any; i++) {
+        any = request_at(requests, i)->id != 0;
+    }
+    return !any;
+}
+
+PyObject *rk_session_py_end(session_object *self, PyObject *args,
+                            PyObject *kwargs)
+{
+    static char *keywords[] = {"requests", "events", "undo", NULL};
+    PyObject *object, *events, *requests;
+    int failed = 0, undo = 0;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|p:_end", keywords,
+                                     &object, &PyList_Type, &events, &undo) ||
+        rk_session_check_process(self) < 0 || !are_events(self, events)) {
+        return NULL;
+    }
+    requests = requests_read(self, object);
+    if (requests == NULL) {
+        return NULL;
+    }
+    if (!untouched(requests, events)) {
+        failed = end(self, requests, events, undo != 0);
+    }
+    Py_DECREF(requests);
+    if (failed < 0) {
+        return NULL;
+    }
     Py_RETURN_NONE;
 }
 
 /* ---- _generate ----------------------------------------------------------- */
 
-/* Submit all and step until all have ended; after a failure none of them has
- * left a trace. Lock held, no GIL. */
-static rk_status run(session_object *self, rk_branch *const *branches,
-                     int32_t n, const settings *s, rk_collector *c,
-                     rk_error *err)
+static int32_t count_tokens(PyObject *requests)
 {
-    rk_generating *g = self->generating;
-    uint64_t group = OWN_GROUPS | ++g->next_group;
-    rk_status status = RK_OK;
+    int32_t n = 0;
 
-    rk_collector_link(g, c);
-    while (c->n < n && status == RK_OK) {
-        rk_series *next = &c->series[c->n];
-
-        status = rk_session_submit(self->engine, branches[c->n], &s->options,
-                                   group, &next->request, err);
-        if (status == RK_OK) {
-            next->branch = branches[c->n];
-            next->n_before = branches[c->n]->n_tokens;
-            next->confidence_before = branches[c->n]->confidence;
-            c->n++;
-            c->n_left++;
-        }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requests); i++) {
+        n += request_at(requests, i)->n;
     }
-    while (c->n_left > 0 && status == RK_OK) {
+    return n;
+}
+
+/* Let others in between two steps; `progress` is told how many tokens are new.
+ */
+static rk_status between(rk_call *call, PyObject *progress, rk_wait *wait,
+                         int32_t *n_told)
+{
+    bool goes_on = true;
+
+    if (progress != Py_None) {
+        int32_t n = count_tokens(wait->requests);
+
+        goes_on = rk_call_tell(call, progress, n - *n_told);
+        *n_told = n;
+    } else if (wait->n_left > 0) {
+        goes_on = rk_call_pause(call);
+    }
+    if (!goes_on) {
+        return rk_fail(&call->err, RK_EINTERRUPTED, "interrupted");
+    }
+    if (wait->failure.status != RK_OK) { /* while others had their turn */
+        call->err = wait->failure;
+    }
+    return wait->failure.status;
+}
+
+/* Submit all and step until all have ended; after a failure none of them has
+ * left a trace. */
+static rk_status run(rk_call *call, PyObject *requests, const rk_settings *s,
+                     PyObject *progress)
+{
+    session_object *self = call->session;
+    rk_wait wait = {.requests = requests};
+    rk_status status = RK_OK;
+    int32_t n_told = 0;
+    uint64_t group = new_group(self->requests);
+
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requests) && status == RK_OK;
+         i++) {
+        status = rk_request_submit(self, request_at(requests, i), &s->options,
+                                   group, &wait, &call->err);
+    }
+    while (wait.n_left > 0 && status == RK_OK) {
         int32_t n_active = 0;
 
-        status = rk_generating_step(self, c, &n_active, err);
-        if (status == RK_OK && c->n_left > 0 && n_active == 0) {
-            status = rk_fail(err, RK_ESTATE, "%d requests were lost",
-                             (int)c->n_left);
+        status = rk_requests_step(self, &wait, &n_active, &call->err);
+        if (status == RK_OK && wait.n_left > 0 && n_active == 0) {
+            status = rk_fail(&call->err, RK_ESTATE, "%d requests were lost",
+                             (int)wait.n_left);
         }
-        if (status == RK_OK && c->n_left > 0 && !rk_long_pause(self)) {
-            status = rk_fail(err, RK_EINTERRUPTED, "interrupted");
-        }
-        if (status == RK_OK && c->failure.status != RK_OK) {
-            *err = c->failure; /* found while others had their turn */
-            status = err->status;
+        if (status == RK_OK) {
+            status = between(call, progress, &wait, &n_told);
         }
     }
     if (status != RK_OK) {
-        rk_collector_undo(self, c);
+        undo_all(self, requests);
     }
-    rk_collector_unlink(g, c);
+    rk_requests_sweep(self->requests);
     return status;
 }
 
-/* Mean probability of the most likely token, of the end's step where no token
- * came; None when no step ran. */
-static PyObject *series_confidence(const rk_series *s)
+static PyObject *confidence_of(const request_object *r)
 {
-    double sum = 0;
+    double confidence = rk_request_confidence(r);
 
-    if (s->n == 0 && s->end.finish == RK_FINISH_EOS) {
-        return PyFloat_FromDouble(s->end.top_prob);
-    }
-    if (s->n == 0) {
+    if (isnan(confidence)) {
         Py_RETURN_NONE;
     }
-    for (int32_t i = 0; i < s->n; i++) {
-        sum += s->top_probs[i];
-    }
-    return PyFloat_FromDouble(sum / s->n);
+    return PyFloat_FromDouble(confidence);
 }
 
 /* A copy of (n,) numbers as an array; NULL with an exception. */
@@ -412,34 +504,34 @@ static PyObject *token_array(const int32_t *tokens, int32_t n)
 #define N_COLUMNS 8
 
 /* One branch's row of the result, a column at a time. */
-static PyObject *series_column(const rk_series *s, int column)
+static PyObject *column(const request_object *r, int i)
 {
-    switch (column) {
+    switch (i) {
     case 0:
-        return token_array(s->tokens, s->n);
+        return token_array(r->tokens, r->n);
     case 1:
-        return float_array(s->top_probs, s->n);
+        return float_array(r->top_probs, r->n);
     case 2:
-        return float_array(s->logprobs, s->n);
+        return float_array(r->logprobs, r->n);
     case 3:
-        return float_array(s->entropies, s->n);
+        return float_array(r->entropies, r->n);
     case 4:
-        return series_confidence(s);
+        return confidence_of(r);
     case 5:
-        return PyUnicode_FromString(finish_name(s->end.finish));
+        return PyUnicode_FromString(finish_name(r->end.finish));
     case 6:
-        return PyLong_FromLong(s->end.stop_bytes);
+        return PyLong_FromLong(r->end.stop_bytes);
     default:
-        return PyLong_FromLong(s->end.stop_index);
+        return PyLong_FromLong(r->end.stop_index);
     }
 }
 
-static PyObject *series_tuple(const rk_series *s)
+static PyObject *row_tuple(const request_object *r)
 {
     PyObject *row = PyTuple_New(N_COLUMNS);
 
     for (int i = 0; row != NULL && i < N_COLUMNS; i++) {
-        PyObject *item = series_column(s, i);
+        PyObject *item = column(r, i);
 
         if (item == NULL) {
             Py_CLEAR(row);
@@ -450,12 +542,13 @@ static PyObject *series_tuple(const rk_series *s)
     return row;
 }
 
-static PyObject *collector_list(const rk_collector *c)
+static PyObject *row_list(PyObject *requests)
 {
-    PyObject *list = PyList_New(c->n);
+    Py_ssize_t n = PyTuple_GET_SIZE(requests);
+    PyObject *list = PyList_New(n);
 
-    for (int32_t i = 0; list != NULL && i < c->n; i++) {
-        PyObject *row = series_tuple(&c->series[i]);
+    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
+        PyObject *row = row_tuple(request_at(requests, i));
 
         if (row == NULL) {
             Py_CLEAR(list);
@@ -466,85 +559,53 @@ static PyObject *collector_list(const rk_collector *c)
     return list;
 }
 
-/* There is no memory for the rows: the branches are as they were. */
-static void undo(session_object *self, const rk_collector *c)
+static PyObject *generate(session_object *self, PyObject *requests,
+                          const rk_settings *s, PyObject *progress)
 {
-    for (int32_t i = 0; i < c->n; i++) {
-        const rk_series *s = &c->series[i];
-
-        /* Another thread may have gone on with one that ended early. */
-        if (s->branch != NULL && !s->branch->busy &&
-            s->branch->n_tokens == s->n_before + s->n) {
-            rk_session_undo(self->engine, s->branch, s->n_before);
-            s->branch->confidence = s->confidence_before;
-        }
-    }
-}
-
-static PyObject *generate(session_object *self, PyObject *branches,
-                          const settings *s)
-{
-    Py_ssize_t n = PyTuple_GET_SIZE(branches);
-    rk_branch **places = PyMem_RawCalloc((size_t)n + 1, sizeof *places);
-    rk_collector c = {.series =
-                          PyMem_RawCalloc((size_t)n + 1, sizeof *c.series)};
     PyObject *rows = NULL;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
+    rk_call call;
 
-    if (places == NULL || c.series == NULL) {
-        PyErr_NoMemory();
-        goto done;
+    if (rk_call_enter(&call, self, NULL, 0) < 0) {
+        return NULL;
     }
-    if (rk_session_enter(self) < 0) {
-        goto done;
-    }
-    if (rk_branches_resolve(branches, places) < 0) {
-        rk_session_leave(self);
-        goto done;
-    }
-    rk_long_begin(self, &visitor);
-    status = run(self, places, (int32_t)n, s, &c, &err);
-    rk_long_end(self, &visitor);
-    if (status != RK_OK) {
-        rk_raise(self->state, &err);
-    } else {
-        rows = collector_list(&c);
-        if (rows == NULL) {
-            undo(self, &c);
+    rk_call_begin(&call);
+    status = run(&call, requests, s, progress);
+    rk_call_end(&call);
+    if (status == RK_OK) {
+        rows = row_list(requests);
+        if (rows == NULL) { /* no memory */
+            undo_all(self, requests);
         }
     }
-    rk_session_leave(self);
-
-done:
-    rk_collector_free(&c);
-    PyMem_RawFree(places);
-    return rows;
+    return rk_call_leave(&call, status) < 0 ? NULL : rows;
 }
 
 PyObject *rk_session_py_generate(session_object *self, PyObject *args,
                                  PyObject *kwargs)
 {
-    static char *keywords[] = {"branches", SETTINGS_KEYWORDS, NULL};
-    PyObject *object, *objects[N_SETTINGS], *branches, *rows;
-    settings s;
+    static char *keywords[] = {"requests", RK_SETTINGS_KEYWORDS, "progress",
+                               NULL};
+    PyObject *object, *objects[RK_N_SETTINGS], *requests, *rows;
+    PyObject *progress = Py_None;
+    rk_settings s;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOO:_generate",
-                                     keywords, &object,
-                                     SETTINGS_REFERENCES(objects))) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOOOOOOOOOOO|O:_generate", keywords, &object,
+            RK_SETTINGS_REFERENCES(objects), &progress)) {
         return NULL;
     }
-    branches = rk_branches_read(self, object);
-    if (branches == NULL) {
+    requests = requests_read(self, object);
+    if (requests == NULL) {
         return NULL;
     }
-    if (read_settings(&s, objects, self) < 0) {
-        Py_DECREF(branches);
+    if (rk_settings_read(&s, objects, &self->requests->table,
+                         self->vocab_size) < 0) {
+        Py_DECREF(requests);
         return NULL;
     }
-    rows = generate(self, branches, &s);
-    settings_free(&s);
-    Py_DECREF(branches);
+    rows = generate(self, requests, &s, progress);
+    rk_settings_free(&s);
+    Py_DECREF(requests);
     return rows;
 }

@@ -154,34 +154,23 @@ static PyObject *verify(session_object *self, PyObject *branches,
                         const rk_verification *v)
 {
     Py_ssize_t n = PyTuple_GET_SIZE(branches);
-    rk_branch **places = PyMem_RawCalloc((size_t)n + 1, sizeof *places);
     rk_verdict *verdicts = PyMem_RawCalloc((size_t)n + 1, sizeof *verdicts);
     PyObject *rows = NULL;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
+    rk_call call;
 
-    if (places == NULL || verdicts == NULL) {
+    if (verdicts == NULL) {
         PyErr_NoMemory();
-        goto done;
+        return NULL;
     }
-    if (rk_session_enter(self) < 0) {
-        goto done;
+    if (rk_call_enter(&call, self, rk_branches_of(branches), n) == 0) {
+        rk_call_begin(&call);
+        status = rk_session_verify(call.engine, call.branches, call.n, v,
+                                   verdicts, &call.err);
+        if (rk_call_leave(&call, status) == 0) {
+            rows = verdict_list(verdicts, n);
+        }
     }
-    if (rk_branches_resolve(branches, places) < 0) {
-        rk_session_leave(self);
-        goto done;
-    }
-    rk_long_begin(self, &visitor);
-    status =
-        rk_session_verify(self->engine, places, (int32_t)n, v, verdicts, &err);
-    rk_long_end(self, &visitor);
-    rk_session_leave(self);
-    rows = status == RK_OK ? verdict_list(verdicts, n)
-                           : rk_raise(self->state, &err);
-
-done:
-    PyMem_RawFree(places);
     PyMem_RawFree(verdicts);
     return rows;
 }
@@ -216,6 +205,82 @@ PyObject *rk_session_py_verify(session_object *self, PyObject *args,
     rk_tokens_free(&tokens);
     Py_DECREF(branches);
     return rows;
+}
+
+/* ---- verdicts become the branches' --------------------------------------- */
+
+/* One of them, ready to be set. */
+typedef struct settled {
+    PyObject *branch;
+    rk_kept_verdict kept;
+    double score; /* NaN: None */
+} settled;
+
+static int settled_read(settled *out, session_object *self, PyObject *verdict)
+{
+    PyObject *score = NULL;
+    int failed = -1;
+
+    out->branch = PyObject_GetAttrString(verdict, "branch");
+    if (out->branch != NULL &&
+        rk_branch_read(self, out->branch, "branch") != NULL &&
+        rk_kept_verdict_make(&out->kept, (branch_object *)out->branch,
+                             verdict) == 0) {
+        score = PyObject_GetAttrString(verdict, "score");
+    }
+    if (score != NULL) {
+        out->score = score == Py_None ? NAN : PyFloat_AsDouble(score);
+        failed = PyErr_Occurred() ? -1 : 0;
+    }
+    Py_XDECREF(score);
+    return failed;
+}
+
+/* Their branches get them, and the scores. Nothing here calls Python. */
+static void settle(settled *all, Py_ssize_t n)
+{
+    for (Py_ssize_t i = 0; i < n; i++) {
+        branch_object *branch = (branch_object *)all[i].branch;
+
+        if (branch->handle->branch != NULL) {
+            branch->handle->branch->score = all[i].score;
+        }
+        rk_kept_verdict_swap(&all[i].kept, branch);
+    }
+}
+
+/* An attribute, because Python looks for signals when a call returns and not
+ * when something has been assigned: so a verification ends with this. */
+int rk_session_py_set_verified(session_object *self, PyObject *verdicts,
+                               void *Py_UNUSED(closure))
+{
+    PyObject *list = verdicts != NULL ? PySequence_Tuple(verdicts) : NULL;
+    Py_ssize_t n = list != NULL ? PyTuple_GET_SIZE(list) : 0;
+    settled *all = PyMem_RawCalloc((size_t)n + 1, sizeof *all);
+    int failed = list == NULL || all == NULL ? -1 : 0;
+
+    if (verdicts == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "_verified cannot be deleted");
+    } else if (all == NULL) {
+        PyErr_NoMemory();
+    }
+    for (Py_ssize_t i = 0; i < n && failed == 0; i++) {
+        failed = settled_read(&all[i], self, PyTuple_GET_ITEM(list, i));
+    }
+    if (failed == 0) {
+        failed = rk_session_enter(self);
+    }
+    if (failed == 0) {
+        settle(all, n);
+        rk_session_leave(self);
+    }
+    for (Py_ssize_t i = 0; i < n && all != NULL; i++) { /* or what was there */
+        RK_KEEP_EXCEPTION(Py_XDECREF(all[i].branch);
+                          rk_kept_verdict_clear(&all[i].kept));
+    }
+    PyMem_RawFree(all);
+    Py_XDECREF(list);
+    return failed;
 }
 
 /* ---- scoring ------------------------------------------------------------- */
@@ -286,26 +351,18 @@ static PyObject *score(session_object *self, branch_object *branch,
                        const rk_token_lists *lists)
 {
     rk_pick **picks = picks_new(lists);
-    rk_branch *place = picks != NULL ? rk_branch_enter(branch) : NULL;
     PyObject *list = NULL;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
+    rk_call call;
 
-    if (place == NULL) {
-        picks_free(picks, lists->n);
-        return NULL;
-    }
-    rk_long_begin(self, &visitor);
-    status = rk_session_score(self->engine, place,
-                              (const int32_t *const *)lists->ids,
-                              lists->lengths, lists->n, picks, &err);
-    rk_long_end(self, &visitor);
-    rk_session_leave(self);
-    if (status == RK_OK) {
-        list = picks_list(picks, lists);
-    } else {
-        rk_raise(self->state, &err);
+    if (picks != NULL && rk_call_enter(&call, self, &branch, 1) == 0) {
+        rk_call_begin(&call);
+        status = rk_session_score(call.engine, call.one,
+                                  (const int32_t *const *)lists->ids,
+                                  lists->lengths, lists->n, picks, &call.err);
+        if (rk_call_leave(&call, status) == 0) {
+            list = picks_list(picks, lists);
+        }
     }
     picks_free(picks, lists->n);
     return list;
@@ -342,10 +399,9 @@ PyObject *rk_session_py_logits_at(session_object *self, PyObject *args,
     static char *keywords[] = {"branch", "begin", "end", NULL};
     PyObject *object, *begin_object, *end_object, *array = NULL;
     branch_object *branch;
-    rk_branch *place;
-    rk_error err = {0};
     rk_status status = RK_OK;
     int32_t begin, end;
+    rk_call call;
     float *out;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:_logits_at", keywords,
@@ -358,32 +414,24 @@ PyObject *rk_session_py_logits_at(session_object *self, PyObject *args,
         rk_int_read(&end, end_object, "end", begin, INT32_MAX) < 0) {
         return NULL;
     }
-    place = rk_branch_enter(branch);
-    if (place == NULL) {
+    if (rk_call_enter(&call, self, &branch, 1) < 0) {
         return NULL;
     }
-    end = end < place->n_tokens ? end : place->n_tokens;
+    end = end < call.one->n_tokens ? end : call.one->n_tokens;
     begin = begin < end ? begin : end;
     array = rk_array_float32_2d(end - begin, self->vocab_size, &out);
     if (array != NULL) {
-        rk_visitor visitor;
-
-        rk_long_begin(self, &visitor);
-        status =
-            rk_session_logits_at(self->engine, place, begin, end, out, &err);
-        rk_long_end(self, &visitor);
+        rk_call_begin(&call);
+        status = rk_session_logits_at(call.engine, call.one, begin, end, out,
+                                      &call.err);
     }
-    rk_session_leave(self);
-    if (array != NULL && status != RK_OK) {
-        Py_DECREF(array);
-        return rk_raise(self->state, &err);
+    if (rk_call_leave(&call, status) < 0) {
+        Py_CLEAR(array);
     }
     return array;
 }
 
-/* ---- ASKS
- * ------------------------------------------------------------------------------
- */
+/* ---- ASKS ---------------------------------------------------------------- */
 
 PyObject *rk_session_py_prompt_means(session_object *self, PyObject *args,
                                      PyObject *kwargs)
@@ -393,9 +441,8 @@ PyObject *rk_session_py_prompt_means(session_object *self, PyObject *args,
     int32_t begin, end;
     const rk_config *config;
     rk_tokens tokens;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status = RK_OK;
+    rk_call call;
     float *means;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:_prompt_means",
@@ -405,24 +452,21 @@ PyObject *rk_session_py_prompt_means(session_object *self, PyObject *args,
     }
     if (rk_int_read(&begin, first, "begin", 0, INT32_MAX) < 0 ||
         rk_int_read(&end, last, "end", 0, INT32_MAX) < 0 ||
-        rk_session_enter(self) < 0) {
+        rk_call_enter(&call, self, NULL, 0) < 0) {
         rk_tokens_free(&tokens);
         return NULL;
     }
-    config = &rk_session_model(self->engine)->config;
+    config = &rk_session_model(call.engine)->config;
     array = rk_array_float32_2d(config->n_layers, config->width, &means);
     if (array != NULL) {
-        rk_long_begin(self, &visitor);
-        status = rk_session_prompt_means(self->engine, tokens.ids, tokens.n,
-                                         begin, end, means, &err);
-        rk_long_end(self, &visitor);
+        rk_call_begin(&call);
+        status = rk_session_prompt_means(call.engine, tokens.ids, tokens.n,
+                                         begin, end, means, &call.err);
     }
-    rk_session_leave(self);
-    rk_tokens_free(&tokens);
-    if (status != RK_OK) {
+    if (rk_call_leave(&call, status) < 0) {
         Py_CLEAR(array);
-        rk_raise(self->state, &err);
     }
+    rk_tokens_free(&tokens);
     return array;
 }
 
@@ -543,34 +587,30 @@ static PyObject *prefill_similar(session_object *self, const similar *s)
 {
     branch_object *branch = rk_branch_new(self);
     rk_gate_report report = {.sigma = NAN};
-    rk_branch *root, *made = NULL;
+    rk_branch *made = NULL;
     PyObject *dict = NULL;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
+    rk_call call;
 
     report.cosines =
         PyMem_RawCalloc((size_t)s->asks.probe_layers, sizeof *report.cosines);
     if (report.cosines == NULL) {
         PyErr_NoMemory();
     }
-    if (branch == NULL || report.cosines == NULL ||
-        (root = rk_branch_enter(s->root)) == NULL) {
-        goto done;
+    if (branch != NULL && report.cosines != NULL &&
+        rk_call_enter(&call, self, &s->root, 1) == 0) {
+        rk_call_begin(&call);
+        status = rk_session_prefill_similar(
+            call.engine, &made, call.one, s->tokens.ids, s->tokens.n,
+            s->suffix.ids, s->suffix.n, &s->asks, s->allowed, &report,
+            &call.err);
+        if (status == RK_OK) {
+            rk_branch_bind(branch, made);
+        }
+        if (rk_call_leave(&call, status) == 0) {
+            dict = report_dict(&report, s->allowed);
+        }
     }
-    rk_long_begin(self, &visitor);
-    status = rk_session_prefill_similar(
-        self->engine, &made, root, s->tokens.ids, s->tokens.n, s->suffix.ids,
-        s->suffix.n, &s->asks, s->allowed, &report, &err);
-    rk_long_end(self, &visitor);
-    if (status == RK_OK) {
-        rk_branch_bind(branch, made);
-    }
-    rk_session_leave(self);
-    dict = status == RK_OK ? report_dict(&report, s->allowed)
-                           : rk_raise(self->state, &err);
-
-done:
     PyMem_RawFree(report.cosines);
     if (dict == NULL) {
         Py_XDECREF(branch);

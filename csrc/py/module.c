@@ -65,6 +65,8 @@ static int module_exec(PyObject *module)
             0 ||
         add(module, "Branch", &state->branch_type, rk_branch_type_new(module)) <
             0 ||
+        add(module, "Request", &state->request_type,
+            rk_request_type_new(module)) < 0 ||
         add(module, "DeviceArray", &state->device_array_type,
             rk_device_array_type_new(module)) < 0 ||
         add(module, "Session", &state->session_type,

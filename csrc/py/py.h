@@ -1,10 +1,10 @@
-/* What the files of csrc/py share: the module's state, the two objects, and
- * the way in and out of the engine.
+/* What the files of csrc/py share: the module's state, the objects, and a
+ * call's way in and out of the engine.
  *
- * The engine (session.h) runs under the session's lock. Two kinds of visits:
- * a short one holds lock and GIL together; a long one gives the GIL up between
- * rk_long_begin and rk_long_end. Nobody ever waits for the lock, or for
- * anything else, while holding the GIL.
+ * The engine (session.h) runs under the session's lock. A short visit holds
+ * lock and GIL together; a call that computes gives the GIL up meanwhile
+ * (rk_call). Nobody ever waits for the lock, or for anything else, while
+ * holding the GIL.
  */
 #ifndef RKSC_PY_H
 #define RKSC_PY_H
@@ -22,7 +22,8 @@
 
 typedef struct rk_state {
     PyObject *capacity_error; /* RuntimeError's child */
-    PyObject *tensor_type, *session_type, *branch_type, *device_array_type;
+    PyObject *tensor_type, *session_type, *branch_type, *request_type;
+    PyObject *device_array_type;
 } rk_state;
 
 extern PyModuleDef rk_module_def; /* state.c; methods and slots: module.c */
@@ -34,6 +35,7 @@ rk_state *rk_state_of(PyTypeObject *type);
 /* A new reference to the heap type; NULL with an exception. */
 PyObject *rk_session_type_new(PyObject *module);
 PyObject *rk_branch_type_new(PyObject *module);
+PyObject *rk_request_type_new(PyObject *module);
 PyObject *rk_device_array_type_new(PyObject *module);
 
 /* ---- objects --------------------------------------------------------------
@@ -47,14 +49,8 @@ typedef struct rk_handle {
     rk_branch *branch;      /* guarded by the session's lock; NULL: dropped */
 } rk_handle;
 
-/* The thread that is in the engine, on its stack. */
-typedef struct rk_visitor {
-    PyThreadState *suspended; /* NULL while it holds the GIL */
-    bool looks;               /* the main thread: signals are handled here */
-    int64_t looked_ns;
-} rk_visitor;
-
-typedef struct rk_generating rk_generating; /* generate.c */
+typedef struct rk_call rk_call;
+typedef struct rk_requests rk_requests; /* request.h */
 
 typedef struct session_object {
     PyObject_HEAD PyObject *weak_references;
@@ -72,12 +68,20 @@ typedef struct session_object {
     rk_session *engine; /* NULL: closed by the garbage collector */
     rk_cuda *cuda;      /* NULL: the CPU, or closed */
     rk_weights *weights;
-    rk_visitor *visitor; /* NULL: nobody is in a long visit */
-    rk_generating *generating;
+    rk_call *call; /* that computes; NULL: none does */
+    rk_requests *requests;
 
     pthread_mutex_t drops_mutex; /* never held while waiting for anything */
     rk_handle *drops;
 } session_object;
+
+/* A verdict names its branch: kept as it is, the two would hold each other, and
+ * a forgotten branch its KV, until the garbage collector comes. So the branch
+ * keeps its type and its other fields, and makes it again on request. */
+typedef struct rk_kept_verdict {
+    PyObject *verdict; /* the type; where fields are NULL: whatever was set */
+    PyObject *fields;  /* dict */
+} rk_kept_verdict;
 
 typedef struct branch_object {
     PyObject_HEAD PyObject *weak_references;
@@ -85,9 +89,9 @@ typedef struct branch_object {
     rk_handle *handle;       /* never NULL */
     uint64_t id, parent_id;
     int32_t depth;
-    bool dropped;                      /* guarded by the GIL */
-    PyObject *gate, *verdict, *prompt; /* NULL: None */
-    PyObject *verdict_fields;          /* see branch_set_verdict */
+    bool dropped;            /* guarded by the GIL */
+    PyObject *gate, *prompt; /* NULL: None */
+    rk_kept_verdict verdict;
 } branch_object;
 
 /* ---- arguments of a session -------------------------------------------------
@@ -105,25 +109,60 @@ typedef struct rk_session_arguments {
 int rk_session_arguments_read(rk_session_arguments *out, PyObject *args,
                               PyObject *kwargs);
 
-/* ---- the engine: in and out ------------------------------------------------
- */
+/* ---- the engine: in and out (call.c) ------------------------------------- */
 
 /* Take the lock; GIL held on entry and on return. -1 with an exception: the
- * session is closed, belongs to another process, or this very thread is in it;
- * or Ctrl-C came while waiting. */
+ * session belongs to another process, is closed, or this very thread is in it;
+ * or Ctrl-C came while waiting, which `surely` does not look at. */
 int rk_session_enter(session_object *session);
+int rk_session_enter_surely(session_object *session);
+/* The branch's session: its engine branch, or NULL with an exception (then the
+ * lock is not held). */
+rk_branch *rk_branch_enter(branch_object *branch);
+/* 0, or -1 with an exception: another process has made it. */
+int rk_session_check_process(const session_object *session);
 /* Drop what was queued and give the lock up; GIL held or not. */
 void rk_session_leave(session_object *session);
 /* Drop what was queued. Lock held, or nobody can reach the session. */
 void rk_session_drain(session_object *session);
 
-/* Give the GIL up for a long visit, and take it back. Lock held. `visitor` is
- * the caller's and valid in between. */
-void rk_long_begin(session_object *session, rk_visitor *visitor);
-void rk_long_end(session_object *session, rk_visitor *visitor);
-/* Inside a long visit: let the others who wait in. False when a signal handler
- * raised meanwhile; the lock is held again in any case. */
-bool rk_long_pause(session_object *session);
+/* A call that computes, on its stack:
+ *
+ *     rk_call_enter    the lock, and the branches' places in the engine
+ *     rk_call_begin    the GIL is given up
+ *     ...              functions of session.h with `engine`, `branches`, `err`
+ *     rk_call_end      the GIL is ours again; only where Python is needed now
+ *     rk_call_leave    the lock is given up, a failure becomes an exception
+ */
+struct rk_call {
+    session_object *session;
+    rk_session *engine;   /* the session's */
+    rk_branch **branches; /* (n,) of those that it was entered with */
+    int32_t n;
+    rk_branch *one;           /* branches[0] where it is the only one */
+    PyThreadState *suspended; /* NULL while it holds the GIL */
+    bool looks;               /* the main thread: signals are handled here */
+    int64_t looked_ns;
+    rk_error err;
+};
+
+/* branches: (n,) of this session, borrowed and kept alive by the caller. -1
+ * with an exception, also when one was dropped: nothing is held then. */
+int rk_call_enter(rk_call *call, session_object *session,
+                  branch_object *const *branches, Py_ssize_t n);
+void rk_call_begin(rk_call *call);
+void rk_call_end(rk_call *call);
+/* 0, or -1 with the exception that a status other than RK_OK means, whose text
+ * is in call->err. Whether the call has begun, ended, or neither. */
+int rk_call_leave(rk_call *call, rk_status status);
+
+/* Let the others who wait in. False when a signal handler raised meanwhile;
+ * the lock is held again in any case. */
+bool rk_call_pause(rk_call *call);
+/* Call a Python function with a number, outside of the engine: it may use the
+ * session. False with an exception when it, or a signal handler, raised; the
+ * lock is held again in any case. */
+bool rk_call_tell(rk_call *call, PyObject *function, long number);
 
 /* rk_interrupted of the engine; context: the session_object. */
 bool rk_session_interrupted(void *context);
@@ -132,27 +171,29 @@ bool rk_session_interrupted(void *context);
  * orphan: the Python object is going. Never waits; GIL held or not. */
 void rk_handle_drop(session_object *session, rk_handle *handle, bool orphan);
 
-/* ---- branches (branch.c, arguments.c)
- * ----------------------------------------------------
- */
+/* ---- branches (branch.c, arguments.c) ------------------------------------ */
 
 /* A Branch without a place in the engine yet; NULL with an exception. */
 branch_object *rk_branch_new(session_object *session);
 /* Put an engine's branch into it. Lock held; cannot fail. */
 void rk_branch_bind(branch_object *self, rk_branch *branch);
+/* Never waits; twice is fine. */
+void rk_branch_drop(branch_object *self);
+
+/* -1 with an exception. */
+int rk_kept_verdict_make(rk_kept_verdict *out, branch_object *branch,
+                         PyObject *verdict);
+/* Exchange it with the branch's; calls nothing. */
+void rk_kept_verdict_swap(rk_kept_verdict *kept, branch_object *branch);
+void rk_kept_verdict_clear(rk_kept_verdict *kept);
 
 /* Branches of a sequence argument, as a tuple that keeps them alive. */
 PyObject *rk_branches_read(session_object *session, PyObject *sequence);
-/* Their engine branches into out: (n,). Lock held. -1 with an exception when
- * one was dropped. */
-int rk_branches_resolve(PyObject *branches, rk_branch **out);
+/* What rk_call_enter takes. */
+branch_object *const *rk_branches_of(PyObject *tuple);
 /* The one branch of an argument, borrowed; NULL with an exception. */
 branch_object *rk_branch_read(session_object *session, PyObject *object,
                               const char *what);
-/* Enter the branch's session: its engine branch, or NULL with an exception
- * (then the lock is not held). */
-rk_branch *rk_branch_enter(branch_object *self);
-
 /* ---- results on a GPU (device_array.c) ----------------------------------- */
 
 /* A rksc.DeviceArray, float32, which owns `lent` from now on, or NULL with an
@@ -175,21 +216,25 @@ typedef enum rk_choice {
 } rk_choice;
 int rk_config_choice(rk_choice *out, PyObject *object, const char *field);
 
-/* ---- generation (generate.c, collect.c) ---------------------------------- */
+/* ---- generation (generate.c, request.c) ---------------------------------- */
 
 /* NULL with an exception. token_bytes: sequence of bytes or None. special_ids:
  * those whose bytes are no part of the text, or None. */
-rk_generating *rk_generating_new(PyObject *token_bytes, PyObject *special_ids,
-                                 int32_t vocab_size);
-void rk_generating_free(rk_generating *generating); /* takes NULL */
-/* The branch is about to be dropped: forget its request. Lock held. */
-void rk_generating_forget(rk_generating *generating, const rk_branch *branch);
+rk_requests *rk_requests_new(PyObject *token_bytes, PyObject *special_ids,
+                             int32_t vocab_size);
+void rk_requests_free(rk_requests *requests); /* takes NULL */
+/* The garbage collector's part of them. */
+int rk_requests_traverse(rk_requests *requests, visitproc visit, void *arg);
+void rk_requests_clear(rk_requests *requests);
+/* The branch is about to be dropped: its request ends. Lock held. */
+void rk_requests_forget(rk_requests *requests, const rk_branch *branch);
 
 PyObject *rk_session_py_submit(session_object *self, PyObject *args,
                                PyObject *kwargs);
-PyObject *rk_session_py_step(session_object *self, PyObject *unused);
-PyObject *rk_session_py_cancel(session_object *self, PyObject *args,
-                               PyObject *kwargs);
+PyObject *rk_session_py_step(session_object *self, PyObject *args,
+                             PyObject *kwargs);
+PyObject *rk_session_py_end(session_object *self, PyObject *args,
+                            PyObject *kwargs);
 PyObject *rk_session_py_generate(session_object *self, PyObject *args,
                                  PyObject *kwargs);
 
@@ -197,6 +242,8 @@ PyObject *rk_session_py_generate(session_object *self, PyObject *args,
 
 PyObject *rk_session_py_verify(session_object *self, PyObject *args,
                                PyObject *kwargs);
+int rk_session_py_set_verified(session_object *self, PyObject *verdicts,
+                               void *closure);
 PyObject *rk_session_py_logits_at(session_object *self, PyObject *args,
                                   PyObject *kwargs);
 PyObject *rk_session_py_score(session_object *self, PyObject *args,

@@ -1,7 +1,7 @@
 /* rksc._core.Session: life, branches, books. What it is called with is read in
  * arguments.c, what generates is in generate.c, what judges in judge.c, the way
- * in and out of the engine in visit.c. */
-#include "py.h"
+ * in and out of the engine in call.c. */
+#include "request.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -165,9 +165,9 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
     }
     a.options.rounding = self->rounding;
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
-    self->generating =
-        rk_generating_new(a.token_bytes, a.special_ids, self->vocab_size);
-    if (self->generating == NULL || create_engine(self, &a.options) < 0) {
+    self->requests =
+        rk_requests_new(a.token_bytes, a.special_ids, self->vocab_size);
+    if (self->requests == NULL || create_engine(self, &a.options) < 0) {
         goto fail;
     }
     return (PyObject *)self;
@@ -183,7 +183,7 @@ static int session_traverse(session_object *self, visitproc visit, void *arg)
     Py_VISIT(self->config);
     /* What the weights hold, a Tensor or a producer's struct, leads nowhere
      * that the collector could see. */
-    return 0;
+    return rk_requests_traverse(self->requests, visit, arg);
 }
 
 /* Nobody is in the engine: a visitor would hold a reference. The engine goes
@@ -207,6 +207,7 @@ static int session_clear(session_object *self)
     if (cuda != NULL && self->process == getpid()) {
         cuda->calls->close(cuda);
     }
+    rk_requests_clear(self->requests);
     Py_CLEAR(self->config);
     return 0;
 }
@@ -220,7 +221,7 @@ static void session_dealloc(session_object *self)
         PyObject_ClearWeakRefs((PyObject *)self);
     }
     session_clear(self);
-    rk_generating_free(self->generating);
+    rk_requests_free(self->requests);
     if (self->locks_made && self->process == getpid()) {
         rk_session_drain(
             self); /* only handles are left: the branches are gone */
@@ -255,44 +256,58 @@ static PyObject *session_tokens(session_object *self, PyObject *args,
     return array;
 }
 
-static PyObject *session_prefill(session_object *self, PyObject *args,
-                                 PyObject *kwargs)
+/* A branch with these tokens and then the suffix. */
+static PyObject *prefill(session_object *self, const rk_tokens *tokens,
+                         const rk_tokens *suffix, bool compute)
 {
-    static char *keywords[] = {"tokens", "compute", NULL};
-    rk_tokens tokens;
+    branch_object *branch = rk_branch_new(self);
     rk_branch *made = NULL;
-    int compute = 1;
-    branch_object *branch;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
-    PyObject *object;
+    rk_call call;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:_prefill", keywords,
-                                     &object, &compute) ||
-        rk_tokens_read(&tokens, object, self->vocab_size, "tokens") < 0) {
-        return NULL;
-    }
-    branch = rk_branch_new(self);
-    if (branch == NULL || rk_session_enter(self) < 0) {
+    if (branch == NULL || rk_call_enter(&call, self, NULL, 0) < 0) {
         Py_XDECREF(branch);
-        rk_tokens_free(&tokens);
         return NULL;
     }
-    rk_long_begin(self, &visitor);
+    rk_call_begin(&call);
     status = (compute ? rk_session_prefill : rk_session_add)(
-        self->engine, &made, tokens.ids, tokens.n, &err);
-    rk_long_end(self, &visitor);
+        call.engine, &made, tokens->ids, tokens->n, &call.err);
+    if (status == RK_OK && suffix->n > 0) {
+        status = rk_session_extend(call.engine, made, suffix->ids, suffix->n,
+                                   &call.err);
+        if (status != RK_OK) {
+            rk_session_drop(call.engine, made);
+        }
+    }
     if (status == RK_OK) {
         rk_branch_bind(branch, made);
     }
-    rk_session_leave(self);
-    rk_tokens_free(&tokens);
-    if (status != RK_OK) {
-        Py_DECREF(branch);
-        return rk_raise(self->state, &err);
+    if (rk_call_leave(&call, status) < 0) {
+        Py_CLEAR(branch);
     }
     return (PyObject *)branch;
+}
+
+static PyObject *session_prefill(session_object *self, PyObject *args,
+                                 PyObject *kwargs)
+{
+    static char *keywords[] = {"tokens", "suffix", "compute", NULL};
+    PyObject *object, *tail = NULL, *branch = NULL;
+    rk_tokens tokens, suffix = {0};
+    int compute = 1;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Op:_prefill", keywords,
+                                     &object, &tail, &compute) ||
+        rk_tokens_read(&tokens, object, self->vocab_size, "tokens") < 0) {
+        return NULL;
+    }
+    if (tail == NULL ||
+        rk_tokens_read(&suffix, tail, self->vocab_size, "suffix") == 0) {
+        branch = prefill(self, &tokens, &suffix, compute != 0);
+    }
+    rk_tokens_free(&tokens);
+    rk_tokens_free(&suffix);
+    return branch;
 }
 
 static PyObject *session_compute(session_object *self, PyObject *args,
@@ -300,11 +315,9 @@ static PyObject *session_compute(session_object *self, PyObject *args,
 {
     static char *keywords[] = {"branches", NULL};
     PyObject *object, *branches;
-    rk_branch **list;
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status;
-    Py_ssize_t n;
+    rk_call call;
+    int failed;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:compute", keywords,
                                      &object)) {
@@ -314,35 +327,41 @@ static PyObject *session_compute(session_object *self, PyObject *args,
     if (branches == NULL) {
         return NULL;
     }
-    n = PyTuple_GET_SIZE(branches);
-    list = PyMem_RawCalloc((size_t)n + 1, sizeof *list);
-    if (list == NULL) {
-        PyErr_NoMemory();
-        goto fail;
+    failed = rk_call_enter(&call, self, rk_branches_of(branches),
+                           PyTuple_GET_SIZE(branches));
+    if (failed == 0) {
+        rk_call_begin(&call);
+        status =
+            rk_session_compute(call.engine, call.branches, call.n, &call.err);
+        failed = rk_call_leave(&call, status);
     }
-    if (rk_session_enter(self) < 0) {
-        goto fail;
+    Py_DECREF(branches);
+    if (failed < 0) {
+        return NULL;
     }
-    if (rk_branches_resolve(branches, list) < 0) {
-        rk_session_leave(self);
-        goto fail;
+    Py_RETURN_NONE;
+}
+
+/* One call, so that no signal comes between two of them. */
+static PyObject *session_drop(session_object *self, PyObject *args,
+                              PyObject *kwargs)
+{
+    static char *keywords[] = {"branches", NULL};
+    PyObject *object, *branches;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:_drop", keywords,
+                                     &object)) {
+        return NULL;
     }
-    rk_long_begin(self, &visitor);
-    status = rk_session_compute(self->engine, list, (int32_t)n, &err);
-    rk_long_end(self, &visitor);
-    rk_session_leave(self);
-    if (status != RK_OK) {
-        rk_raise(self->state, &err);
-        goto fail;
+    branches = rk_branches_read(self, object);
+    if (branches == NULL) {
+        return NULL;
     }
-    PyMem_RawFree(list);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(branches); i++) {
+        rk_branch_drop((branch_object *)PyTuple_GET_ITEM(branches, i));
+    }
     Py_DECREF(branches);
     Py_RETURN_NONE;
-
-fail:
-    PyMem_RawFree(list);
-    Py_DECREF(branches);
-    return NULL;
 }
 
 /* ---- books --------------------------------------------------------------- */
@@ -350,25 +369,22 @@ fail:
 static PyObject *session_invalidate(session_object *self,
                                     PyObject *Py_UNUSED(unused))
 {
-    rk_visitor visitor;
-    rk_error err = {0};
     rk_status status = RK_OK;
+    rk_call call;
 
-    if (rk_session_enter(self) < 0) {
+    if (rk_call_enter(&call, self, NULL, 0) < 0) {
         return NULL;
     }
-    rk_long_begin(self, &visitor);
+    rk_call_begin(&call);
     if (self->cuda != NULL) { /* whatever stream the weights were written on */
-        status = self->cuda->calls->settle(self->cuda, &err);
+        status = self->cuda->calls->settle(self->cuda, &call.err);
     }
     if (status == RK_OK) {
         rk_weights_refresh(self->weights);
-        rk_session_invalidate(self->engine);
+        rk_session_invalidate(call.engine);
     }
-    rk_long_end(self, &visitor);
-    rk_session_leave(self);
-    if (status != RK_OK) {
-        return rk_raise(self->state, &err);
+    if (rk_call_leave(&call, status) < 0) {
+        return NULL;
     }
     Py_RETURN_NONE;
 }
@@ -505,7 +521,18 @@ static PyObject *get_copied_bytes(session_object *self,
     return PyLong_FromLongLong(bytes);
 }
 
+static PyObject *get_requests(session_object *self, void *Py_UNUSED(closure))
+{
+    return PyDictProxy_New(self->requests->kept);
+}
+
 static PyGetSetDef ATTRIBUTES[] = {
+    {"_requests", (getter)get_requests, NULL,
+     "{number: Request} of those submitted whose end has not been told.", NULL},
+    {"_verified", NULL, (setter)rk_session_py_set_verified,
+     "Set it to rksc.Verdicts: all branches get theirs, and the scores, at "
+     "once.",
+     NULL},
     {"config", (getter)get_config, NULL, "The model's configuration.", NULL},
     {"device", (getter)get_device, NULL, "Where it computes.", NULL},
     {"dtype", (getter)get_dtype, NULL,
@@ -543,8 +570,8 @@ static PyMethodDef METHODS[] = {
      "_tokens($self, /, tokens, what)\n--\n\n"
      "Ids of the vocabulary, int32 (n,); errors call them `what`."},
     {"_prefill", KEYWORDS(session_prefill), WITH_KEYWORDS,
-     "_prefill($self, /, tokens, compute=True)\n--\n\n"
-     "A branch with these tokens, computed now or when needed."},
+     "_prefill($self, /, tokens, suffix=(), compute=True)\n--\n\n"
+     "A branch with these tokens, computed now or when needed, and a suffix."},
     {"_prefill_similar", KEYWORDS(rk_session_py_prefill_similar), WITH_KEYWORDS,
      "_prefill_similar($self, /, root, tokens, suffix, probe, pool, "
      "probe_layers, tau, alpha, center, allowed)\n--\n\n"
@@ -552,17 +579,22 @@ static PyMethodDef METHODS[] = {
     {"compute", KEYWORDS(session_compute), WITH_KEYWORDS,
      "compute($self, /, branches)\n--\n\n"
      "Bring the KV of these branches up to date in as few steps as possible."},
+    {"_drop", KEYWORDS(session_drop), WITH_KEYWORDS,
+     "_drop($self, /, branches)\n--\n\nDrop all of these branches."},
     {"_submit", KEYWORDS(rk_session_py_submit), WITH_KEYWORDS,
-     "_submit($self, /, branch, " SAMPLING_ARGUMENTS ", group)\n--\n\n"
-     "Queue a continuation; its request's id."},
-    {"_step", (PyCFunction)rk_session_py_step, METH_NOARGS,
-     "_step($self, /)\n--\n\nOne step: (events, requests left)."},
-    {"_cancel", KEYWORDS(rk_session_py_cancel), WITH_KEYWORDS,
-     "_cancel($self, /, request, undo=False)\n--\n\n"
-     "End a request now; undo: its branch is as it was."},
+     "_submit($self, /, requests, " SAMPLING_ARGUMENTS ", group=0)\n--\n\n"
+     "Queue continuations, all or none."},
+    {"_step", KEYWORDS(rk_session_py_step), WITH_KEYWORDS,
+     "_step($self, /, requests, events)\n--\n\n"
+     "One step where none of them has news; what is new goes into the list."},
+    {"_end", KEYWORDS(rk_session_py_end), WITH_KEYWORDS,
+     "_end($self, /, requests, events, undo=False)\n--\n\n"
+     "Take events back that were not handed out, then end these requests now; "
+     "their branches keep what was handed out, or nothing."},
     {"_generate", KEYWORDS(rk_session_py_generate), WITH_KEYWORDS,
-     "_generate($self, /, branches, " SAMPLING_ARGUMENTS ")\n--\n\n"
-     "Continue all branches in one batch, without the GIL."},
+     "_generate($self, /, requests, " SAMPLING_ARGUMENTS ", progress=None)"
+     "\n--\n\n"
+     "Continue all branches in one batch, without the GIL; a row for each."},
     {"_verify", KEYWORDS(rk_session_py_verify), WITH_KEYWORDS,
      "_verify($self, /, branches, prompt, yes, no, shortcuts)\n--\n\n"
      "Score branches by p(yes) / (p(yes) + p(no)) after the prompt."},

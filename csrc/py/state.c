@@ -11,6 +11,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->tensor_type);
     Py_VISIT(state->session_type);
     Py_VISIT(state->branch_type);
+    Py_VISIT(state->request_type);
     Py_VISIT(state->device_array_type);
     return 0;
 }
@@ -23,6 +24,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->tensor_type);
     Py_CLEAR(state->session_type);
     Py_CLEAR(state->branch_type);
+    Py_CLEAR(state->request_type);
     Py_CLEAR(state->device_array_type);
     return 0;
 }
