@@ -326,17 +326,17 @@ CRAFTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1 << 13, pytest.param(1 << 18, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1 << 13, pytest.param(1 << 17, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("piece", CRAFTED)
 def test_crafted_texts_are_read_in_linear_time(piece: str, size: int) -> None:
-    """Quadratic work over a quarter of a megabyte would take hours."""
+    """Quadratic work over 128 kB would take many minutes."""
     text = (piece * size)[:size]
     start = time.perf_counter()
     assert same_numbers(text, text)
     final_answer(text)
     final_answer(rf"The answer is {text}")
     same_answer(text, text)
-    assert time.perf_counter() - start < 300
+    assert time.perf_counter() - start < 120
 
 
 @pytest.mark.parametrize("text", ["9" * 10**6, "1e" + "9" * 18, "9^" + "9" * 18, "1," * 10**4])
