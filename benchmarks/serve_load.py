@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path = [str(ROOT), *sys.path[1:]]
+sys.path.insert(0, str(ROOT))
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}

@@ -40,7 +40,7 @@ TOO_LONG: list[tuple[str, str, dict[str, Any]]] = [
     ("user", CHAT, {"user": "u" * 1_000_000}),
     ("metadata", CHAT, {"metadata": {f"key{i}": "" for i in range(5000)}}),
     ("safety_identifier", COMPLETION, {"safety_identifier": "s" * 1025}),
-    ("stop", CHAT, {"stop": MANY[:20_000]}),
+    ("stop", CHAT, {"stop": MANY}),
     ("stop", CHAT, {"stop": MANY[:17]}),
     ("stop", COMPLETION, {"stop": ["ok", "s" * 257]}),
     ("stop", COMPLETION, {"stop": "s" * 1_000_000}),

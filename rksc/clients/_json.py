@@ -12,7 +12,7 @@ from ._errors import RequestError
 from ._fields import check_whole
 from ._wire import Request, choices, head, lean, usage
 
-MAX_VALUES = 1 << 16  # texts, lists and objects of a body
+MAX_VALUES = 1 << 17  # texts, lists and objects of a body
 
 
 def read_json(data: bytes) -> dict[str, Any]:
