@@ -7,6 +7,7 @@ handler runs. `moments` goes over all of them, so nothing depends on time.
 from __future__ import annotations
 
 import ctypes as c
+import gc
 import hashlib
 import os
 import shlex
@@ -79,6 +80,8 @@ def attempt(
     """Call it; a signal comes before the n-th instruction of the call, and `times` in all."""
     begin, end = library().signals_begin, library().signals_end
     made = Attempt()
+    collected = gc.isenabled()
+    gc.disable()  # what a callback of the collector raises is lost: that is Python's
     try:
         try:
             begin(n, gap, times, number, attempt.__code__)
@@ -90,6 +93,8 @@ def attempt(
     except raises as error:  # one more may have been on its way
         made.errors.append(error)
     made.fired = end()
+    if collected:
+        gc.enable()
     return made
 
 

@@ -551,6 +551,7 @@ def test_ctrl_c_is_for_the_parent_alone() -> None:
         import os, signal, time
         from rksc.chat import render
         hi = [{"role": "user", "content": "Hi"}]
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & may ignore it
         render("a", hi)
         try:
             os.killpg(os.getpgrp(), signal.SIGINT)  # what a terminal does
