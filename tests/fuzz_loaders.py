@@ -42,7 +42,8 @@ import rksc  # noqa: E402
 
 SECONDS, BYTES = 2.0, 500e6
 _WORK = 10.0  # seconds of processor time without a word: no end
-_PATIENCE = 30.0  # seconds by the clock in which nothing is computed: a wait
+_PATIENCE = 30.0  # seconds in which nothing is computed: a wait
+_POLL = 0.05  # seconds
 _WORKER_BYTES = 2 << 30
 _WORKER_RUNS = 2000  # then a fresh one, so that a leak shows as memory, not as the machine's end
 _TEXTS = (
@@ -176,21 +177,21 @@ def _memory(key: str, pid: int | str = "self") -> int:
     return int(line.split()[1]) << 10
 
 
-def _state(pid: int) -> str:
-    """One letter: R runs or could, S sleeps, D waits for a disk, Z has ended."""
+def _family(pid: int) -> Iterator[tuple[str, float]]:
+    """State and seconds of processor time of a process and of those that it started: R runs or
+    could, D waits for a disk, S sleeps, Z has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return
+    yield fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for child in children:
+        yield from _family(int(child))
 
 
 def _worked(pid: int) -> float:
-    """Seconds of processor time of a process."""
-    try:
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    except OSError:
-        return 0.0
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return sum(seconds for _, seconds in _family(pid))
 
 
 def _reset_peak() -> int:
@@ -242,14 +243,14 @@ class Worker:
 
     def results(self) -> Iterator[Run]:
         """Until the child ends; a run during which it ends, or says nothing, is a fault."""
-        heard, worked = time.monotonic(), 0.0
+        waited, worked = 0.0, 0.0
         while True:
-            ready, _, _ = select.select([self._pipe], [], [], 0.05)
+            ready, _, _ = select.select([self._pipe], [], [], _POLL)
             if ready:
                 data = os.read(self._pipe, 1 << 16)
                 if not data:
                     break
-                heard, worked = time.monotonic(), _worked(self.pid)
+                waited, worked = 0.0, _worked(self.pid)
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     run = Run(**json.loads(line))
@@ -261,11 +262,13 @@ class Worker:
             elif _worked(self.pid) - worked > _WORK:
                 yield self._end(f"no end after {_WORK:.0f} s of work")
                 return
-            elif _state(self.pid) not in "SI":  # it waits for a processor, or a disk
-                heard = time.monotonic()
-            elif time.monotonic() - heard > _PATIENCE:
+            elif any(state in "RD" for state, _ in _family(self.pid)):
+                waited = 0.0  # for a processor or a disk
+            elif waited > _PATIENCE:
                 yield self._end(f"no end after a wait of {_PATIENCE:.0f} s")
                 return
+            else:  # not by the clock, which jumps where a virtual machine was stopped
+                waited += _POLL
         os.close(self._pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if status != 0:
