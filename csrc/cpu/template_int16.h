@@ -21,41 +21,25 @@
 #ifndef RKSC_CPU_TEMPLATE_INT16_H
 #define RKSC_CPU_TEMPLATE_INT16_H
 
-#include <string.h>
-
 #include "model/unpack.h"
+#include "rounding.h"
 
 #define ROWS (VECTORS * LANES)
 
 /* ---- activations ------------------------------------------------------------
  */
 
-/* Adding it leaves a float's nearest integer, ties to even, in the low bits. */
-#define ROUNDER 0x1.8p23f
 #define SMALLEST 0x1p-110f /* a block below it counts as zero */
 
 /* |x| * (32767 / max) is below 32767.01 for all roundings, so q is in range. */
 static void quantize_block(cpu_int16_block *out, const float *x, int n)
 {
-    uint32_t most = 0;
+    const cpu_rounding rounding = cpu_rounding_of(x, n, 32767.0f, SMALLEST);
     int32_t sums[16] = {0};
-    for (int i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        bits &= 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
-    float max;
-    memcpy(&max, &most, sizeof max);
-    const bool finite = most < 0x7f800000, some = finite && max >= SMALLEST;
-    const float inverse = some ? 32767.0f / max : 0.0f;
     for (int g = 0; g < n / 16; g++) {
         int32_t q[16];
         for (int i = 0; i < 16; i++) {
-            const float shifted =
-                (some ? x[16 * g + i] : 0.0f) * inverse + ROUNDER;
-            memcpy(q + i, &shifted, sizeof shifted);
-            q[i] -= 0x4b400000; /* ROUNDER's bits */
+            q[i] = cpu_round(x[16 * g + i], rounding);
             sums[g] += q[i];
         }
         for (int i = 0; i < 16; i += 4) {
@@ -71,7 +55,7 @@ static void quantize_block(cpu_int16_block *out, const float *x, int n)
         out->less[g] = -sum;
         out->sum[g] = (float)sum;
     }
-    out->scale = some ? max / 32767.0f : finite ? 0.0f : NAN;
+    out->scale = rounding.scale;
 }
 
 static void quantize(cpu_int16_block *out, const float *a, int32_t k)

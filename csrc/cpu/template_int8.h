@@ -18,35 +18,21 @@
 #ifndef RKSC_CPU_TEMPLATE_INT8_H
 #define RKSC_CPU_TEMPLATE_INT8_H
 
-#include <string.h>
-
 #include "model/unpack.h"
+#include "rounding.h"
 
 /* ---- activations ------------------------------------------------------------
  */
 
-/* Adding it leaves a float's nearest integer, ties to even, in the low bits. */
-#define ROUNDER 0x1.8p23f
 #define SMALLEST 0x1p-100f /* below it a block counts as zero */
 
 static void quantize_block(cpu_integers *out, const float *x)
 {
-    uint32_t most = 0;
+    const cpu_rounding rounding =
+        cpu_rounding_of(x, CPU_INT8_BLOCK, 127.0f, SMALLEST);
     int32_t q[CPU_INT8_BLOCK], half[2] = {0, 0};
     for (int i = 0; i < CPU_INT8_BLOCK; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        bits &= 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
-    float max;
-    memcpy(&max, &most, sizeof max);
-    const bool finite = most < 0x7f800000, some = finite && max >= SMALLEST;
-    const float inverse = some ? 127.0f / max : 0.0f;
-    for (int i = 0; i < CPU_INT8_BLOCK; i++) {
-        const float shifted = (some ? x[i] : 0.0f) * inverse + ROUNDER;
-        memcpy(q + i, &shifted, sizeof shifted);
-        q[i] -= 0x4b400000; /* ROUNDER's bits */
+        q[i] = cpu_round(x[i], rounding);
         out->q[i] = (int8_t)q[i];
     }
     for (int i = 0; i < CPU_INT8_BLOCK / 2; i++) {
@@ -54,7 +40,7 @@ static void quantize_block(cpu_integers *out, const float *x)
         half[1] += q[i + CPU_INT8_BLOCK / 2];
     }
     const int32_t sums[3] = {half[0] + half[1], half[0], half[1]};
-    out->scale = some ? max / 127.0f : finite ? 0.0f : NAN;
+    out->scale = rounding.scale;
     for (int i = 0; i < 3; i++) {
         out->sum[i] = out->scale * (float)sums[i];
         out->zero[i] = -128 * sums[i];

@@ -310,20 +310,27 @@ static PyObject *session_prefill(session_object *self, PyObject *args,
     return branch;
 }
 
+/* The branches of a call that takes nothing else; NULL with an exception. */
+static PyObject *branches_argument(session_object *self, PyObject *args,
+                                   PyObject *kwargs, const char *format)
+{
+    static char *keywords[] = {"branches", NULL};
+    PyObject *object;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &object)) {
+        return NULL;
+    }
+    return rk_branches_read(self, object);
+}
+
 static PyObject *session_compute(session_object *self, PyObject *args,
                                  PyObject *kwargs)
 {
-    static char *keywords[] = {"branches", NULL};
-    PyObject *object, *branches;
+    PyObject *branches = branches_argument(self, args, kwargs, "O:compute");
     rk_status status;
     rk_call call;
     int failed;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:compute", keywords,
-                                     &object)) {
-        return NULL;
-    }
-    branches = rk_branches_read(self, object);
     if (branches == NULL) {
         return NULL;
     }
@@ -346,14 +353,8 @@ static PyObject *session_compute(session_object *self, PyObject *args,
 static PyObject *session_drop(session_object *self, PyObject *args,
                               PyObject *kwargs)
 {
-    static char *keywords[] = {"branches", NULL};
-    PyObject *object, *branches;
+    PyObject *branches = branches_argument(self, args, kwargs, "O:_drop");
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:_drop", keywords,
-                                     &object)) {
-        return NULL;
-    }
-    branches = rk_branches_read(self, object);
     if (branches == NULL) {
         return NULL;
     }
