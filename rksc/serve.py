@@ -36,6 +36,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .access import Access
 from .clients._engine import Engine, Sample
@@ -430,6 +431,26 @@ def application(engine: Engine, access: Access | None = None) -> Starlette:
     return app
 
 
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """A connection over which nothing more goes once its client has closed it. asyncio would first
+    wait until what had been written is read, and the client may never read it: then the request
+    would run on for nobody."""
+
+    def eof_received(self) -> None:
+        self.transport.abort()
+
+
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=_Connection,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_SECONDS + 2,
+    )
+
+
 class _Server(uvicorn.Server):
     """When it is told to end, it ends what still runs after some seconds."""
 
@@ -463,14 +484,8 @@ def serve(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * WRITE_SECONDS)
             )
         app = application(engine, access)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=GRACE_SECONDS + 2,
-        )
         name = f"[{host}]" if ":" in host else host
         bound = listener.getsockname()[1]
         print(f"{engine.name} on http://{name}:{bound}/v1 (Ctrl-C ends)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            _Server(config, app.state.end).run(sockets=[listener])
+            _Server(server_config(app), app.state.end).run(sockets=[listener])

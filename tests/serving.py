@@ -14,7 +14,7 @@ import pytest
 
 from rksc.access import Access
 from rksc.clients._engine import Engine
-from rksc.serve import application
+from rksc.serve import application, server_config
 
 
 class Server:
@@ -26,9 +26,8 @@ class Server:
         self.engine = engine
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        config = uvicorn.Config(
-            application(engine, access), log_level="error", timeout_graceful_shutdown=1
-        )
+        config = server_config(application(engine, access))
+        config.timeout_graceful_shutdown = 1
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()

@@ -362,6 +362,19 @@ def test_a_stream_that_is_read_too_slowly_says_so_and_ends(
         assert b"is not read" in read
 
 
+def test_a_stream_that_its_reader_closes_unread_ends(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not when the time of a write is over."""
+    slowly(server.engine, monkeypatch, seconds=0.01)
+    with stalled(server, n=8, max_tokens=400, model="M" * 256) as connection:
+        written = server.engine.session.stats().steps + 20  # more than its buffers hold
+        eventually(lambda: server.engine.session.stats().steps > written)
+        connection.shutdown(socket.SHUT_WR)
+        eventually(lambda: server.engine.session.stats().branches == 0)
+        assert server.engine.session.stats().steps < 390
+
+
 def test_a_slow_reader_gets_all(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that come together are written together; none is lost."""
     slowly(server.engine, monkeypatch)
