@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ from rksc import (
     solve,
     template,
 )
+from rksc.clients import LLM, OpenAI, SamplingParams
+from rksc.clients._engine import Sample, copies
 from rksc.results import Generation, Token, Verdict
 
 Make = Callable[..., BranchSession]
@@ -397,6 +400,87 @@ def test_a_chat_template_gives_its_place_back() -> None:
     for made in moments(lambda: lambda: Letters(chat=True).chat(messages), every=17):
         assert made.results in ([text], [])
         assert not any(place.locked() for place in template._pool._places)
+
+
+# ---- clients -----------------------------------------------------------------------------------
+
+ASKS_OF: dict[str, Callable[[OpenAI], Any]] = {
+    "completions": lambda c: c.completions.create(
+        prompt=["abc th", "th 3"], n=2, max_tokens=3, temperature=1.5, seed=3
+    ),
+    "alternatives": lambda c: c.completions.create(
+        prompt="abc th", max_tokens=3, temperature=1.5, seed=3, logprobs=2, echo=True
+    ),
+    "a stream": lambda c: list(
+        c.completions.create(
+            prompt="abc th", n=2, max_tokens=3, temperature=1.5, seed=3, stream=True
+        )
+    ),
+    "vllm": lambda c: LLM(c).generate(
+        ["abc", "abc th"], SamplingParams(n=2, max_tokens=3, temperature=1.5, seed=3)
+    ),
+}
+
+
+def texts_of(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [texts_of(item) for item in answer]
+    parts = answer.outputs if hasattr(answer, "outputs") else answer.choices
+    return [part.text for part in parts]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a close()
+@pytest.mark.parametrize("name", ASKS_OF)
+@pytest.mark.parametrize(("times", "gap"), [STORM[0], STORM[2], STORM[3]])
+def test_a_client_answers_or_leaves_no_branch(
+    session: BranchSession, name: str, times: int, gap: int
+) -> None:
+    client = OpenAI(session)
+    expected = texts_of(ASKS_OF[name](client))
+    raised = 0
+    for made in moments(lambda: lambda: ASKS_OF[name](client), every=53, times=times, gap=gap):
+        assert session.stats().branches == 0
+        session.check()
+        if made.results:
+            assert texts_of(made.results) == [expected]
+            continue
+        raised += 1
+        if raised % 16 == 0:
+            assert texts_of(ASKS_OF[name](client)) == expected
+            assert session.n_requests == 0
+            assert not client.engine.busy
+    assert raised
+    assert texts_of(ASKS_OF[name](client)) == expected
+
+
+@pytest.mark.parametrize(("times", "gap"), STORM)
+def test_samples_of_others_get_each_token_once(
+    session: BranchSession, times: int, gap: int
+) -> None:
+    """A thread that is interrupted has stepped for all."""
+    engine = OpenAI(session).engine
+    like = Sample(engine.encode("abc th 3 ab"), 6, HOT, stop_ids=())
+    (alone,) = copies(like, 1)
+    engine.run([alone])
+    others: list[Sample] = []
+
+    def prepare() -> Call:
+        (other,) = copies(like, 1)
+        other.news = deque()
+        others[:] = [other]
+        engine.submit(others)
+        return lambda: engine.run(copies(Sample(engine.encode("th 3"), 4, HOT, stop_ids=()), 2))
+
+    for made in moments(prepare, every=23, times=times, gap=gap):
+        while engine.busy:
+            engine.step()
+        (other,) = others
+        assert other.news is not None
+        assert other.tokens == alone.tokens == [t.token for _, t in other.news if t is not None]
+        assert (other.text, other.logprobs) == (alone.text, alone.logprobs)
+        assert other.finish_reason == "length"
+        assert (session.stats().branches, session.n_requests) == (0, 0)
+        assert made.fired
 
 
 # ---- at any time -------------------------------------------------------------------------------

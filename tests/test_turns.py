@@ -290,7 +290,7 @@ def test_alternatives_hold_nobody_up(make_client: Callable[..., OpenAI]) -> None
     engine = make_client(kv_bytes=32 << 20).engine
     scored = many(engine, LONG, 4, 200, n_alternatives=3)
     engine.submit(scored)
-    while not engine._ending:
+    while not any(sample._last for sample in scored):
         engine.step()
     (small,) = many(engine, "YES", 1, 4)
     assert steps_of(engine, small) <= 3 * 5

@@ -8,6 +8,10 @@ is computed twice, whoever asks.
 
 What one submission brings is a call. Calls take turns: their samples begin in turn, and a step's
 rows go to calls in equal shares, however many samples each has. Results depend on none of that.
+
+Ctrl-C may come at any moment of a turn, which does others' work too. So what a token means for its
+sample is noted in one go, without a call or a loop: Python handles signals there and nowhere else.
+All other books can be made again from the samples, and are at the next turn.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class Sample:
 
     prompt: int32 (n,). max_new_tokens None: as many as there is room for. index: place among the
     samples of one request; with the seed it decides the random numbers. n_alternatives: of each
-    new token, once it has ended. on_token is called in the stepping thread with each piece.
+    new token, once it has ended. on_token is called in the stepping thread with each piece; news
+    gets it with the sample. Both get None at an end that brings no token.
     """
 
     prompt: NDArray[np.int32]
@@ -65,6 +70,7 @@ class Sample:
     index: int = 0
     n_alternatives: int = 0
     on_token: Callable[[Sample, Token | None], None] | None = None
+    news: deque[tuple[Sample, Token | None]] | None = field(default=None, repr=False)
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,8 +84,12 @@ class Sample:
     cached_tokens: int = 0
     """Prompt tokens whose KV an earlier prompt had left."""
     error: Exception | None = None
-    _branch: Branch | None = field(default=None, repr=False)
     _call: _Call | None = field(default=None, repr=False)
+    _branch: Branch | None = field(default=None, repr=False)
+    """While it runs, and with it its request."""
+    _request: int = field(default=0, repr=False)
+    _last: Token | None = field(default=None, repr=False)
+    """The token that ended it, while alternatives are to come."""
 
     @property
     def ended(self) -> bool:
@@ -95,21 +105,26 @@ class Sample:
     @property
     def _computing(self) -> bool:
         """Whether its prompt is being computed for the first time."""
-        return (
-            self._branch is not None
-            and not self.tokens
-            and self._branch.n_computed < len(self.prompt)
-        )
+        if self._branch is None or self.tokens:
+            return False
+        try:
+            return self._branch.n_computed < len(self.prompt)
+        except RuntimeError:  # dropped: its call was given up
+            return False
 
 
 @dataclass(eq=False)
 class _Call:
-    """The samples of one submission that have not ended."""
+    """The samples of one submission. branches: all that were made for them. given_up: nobody
+    waits for it any more."""
 
     number: int
+    samples: Sequence[Sample]
     waiting: deque[Sample]
     n_running: int = 0
     held_by: Sample | None = None  # whose prompt the next sample waits for
+    branches: list[Branch] = field(default_factory=list)
+    given_up: bool = False
 
 
 class Engine:
@@ -138,12 +153,13 @@ class Engine:
         self.max_rows = max_rows
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._running: dict[int, Sample] = {}
-        self._ending: dict[Sample, Token] = {}  # their last tokens; alternatives are to come
-        self._requests: dict[Sample, int] = {}
+        self._running: dict[int, Sample] = {}  # by their branches
+        self._tokens: deque[Token] = deque()  # of a step, to be given to their samples
         self._unwanted: deque[Sample] = deque()
-        self._turn = threading.Condition(threading.Lock())
+        self._turn = threading.Lock()
+        self._gate = threading.Lock()  # of the present or the last turn; held while it lasts
         self._owner: int | None = None  # the thread whose turn it is
+        self._torn = False  # a turn has begun and not come to its end
         stats = self.session.stats()
         self._budget = stats.blocks_total * stats.block_tokens
         self._longest = max(map(len, (*self.token_bytes, *self.special.values())), default=1)
@@ -198,13 +214,19 @@ class Engine:
     def submit(self, samples: Sequence[Sample]) -> None:
         """Queue samples; all or none, and without waiting. CapacityError: one would not fit even
         alone."""
+        self._enter(self._call_of(samples))
+
+    def _enter(self, call: _Call) -> None:
+        if call.samples:
+            self._calls[call.number] = call
+
+    def _call_of(self, samples: Sequence[Sample]) -> _Call:
         for sample in samples:
             sample.max_new_tokens = self.check_room(len(sample.prompt), sample.max_new_tokens)
-        call = _Call(next(self._numbers), deque(samples))
+        call = _Call(next(self._numbers), list(samples), deque(samples))
         for sample in samples:
             sample._call = call
-        if samples:
-            self._calls[call.number] = call
+        return call
 
     def check_room(self, n_prompt: int, wanted: int | None, field: str = "max_tokens") -> int:
         """The new tokens after so many of a prompt; None wants as many as there is room for. What
@@ -273,79 +295,119 @@ class Engine:
         if self._owner == me:  # an on_token that cancels
             work()
             return True
-        with self._turn:
-            if self._owner is not None:
-                self._turn.wait()
+        gate = self._gate
+        if gate.locked():
+            with gate:
                 return False
-            self._owner = me
-        try:
-            work()
-        finally:
-            with self._turn:
+        gate = threading.Lock()
+        with self._turn, gate:
+            self._gate, self._owner = gate, me
+            try:
+                self._do(work)
+            finally:
                 self._owner = None
-                self._turn.notify_all()
         return True
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._torn:
+            self._mend()
+        self._torn = True
+        work()
+        self._torn = False
+
+    def _mend(self) -> None:
+        """Make the books again after a turn that was interrupted."""
+        running: dict[int, Sample] = {}
+        for number, call in list(self._calls.items()):
+            for sample in call.samples:
+                if sample._branch is not None and sample.ended:
+                    self._release(sample)
+            mine = {s._branch.id: s for s in call.samples if s._branch is not None}
+            self.session._drop([b for b in call.branches if b.id not in mine])
+            call.waiting = deque(s for s in call.samples if s._branch is None and not s.ended)
+            call.n_running = len(mine)
+            running |= mine
+            if not call.waiting and not mine:
+                del self._calls[number]
+        self._running = running
 
     def _step(self) -> None:
         self._end_unwanted()
         self._start()
         try:
-            tokens = self.session.step() if self._running else []
+            if self._running:
+                self._tokens += self.session.step()
         except Exception as error:
             for sample in list(self._running.values()):
                 self._fail(sample, error)
             return
-        for token in tokens:
-            self._take(token)
+        while self._tokens:
+            self._take(self._tokens[0])
         self._look_back()
 
     def _end_unwanted(self) -> None:
+        for call in self._calls.copy().values():
+            for sample in call.samples if call.given_up else ():
+                self._end(sample, "cancelled")
         while self._unwanted:
-            sample = self._unwanted.popleft()
-            if not sample.ended:
-                sample.finish_reason = "cancelled"
-                self._retire(sample)
-                self._tell(sample, None)
+            self._end(self._unwanted[0], "cancelled")
+            del self._unwanted[0]
 
-    def run(self, samples: Sequence[Sample]) -> None:
+    def run(self, samples: Sequence[Sample], *, whichever_fail: bool = False) -> None:
         """Bring all of them to their end, those with prefixes in common one after the other.
-        Raises the error of the first that failed; nothing of the call goes on then."""
-        self.submit(sorted(samples, key=lambda sample: sample.prompt.tolist()))
+        Raises the error of the first that failed, and nothing of the call goes on then;
+        whichever_fail: each has its own."""
+        call = self._call_of(sorted(samples, key=lambda sample: sample.prompt.tolist()))
         try:
-            while not all(s.ended for s in samples) and not any(s.error for s in samples):
-                self.step()
-        finally:
+            self._enter(call)
+            self._bring_to_end(samples, whichever_fail)
+        except BaseException:
+            call.given_up = True
+            self.session._drop(call.branches)
             self.cancel(samples)
-        for sample in samples:
-            if sample.error is not None:
-                raise sample.error
+            raise
+
+    def _bring_to_end(self, samples: Sequence[Sample], whichever_fail: bool) -> None:
+        while not all(sample.ended for sample in samples):
+            self.step()
+            for sample in () if whichever_fail else samples:
+                if sample.error is not None:
+                    raise sample.error
 
     def stream(self, samples: Sequence[Sample]) -> Iterator[tuple[Sample, Token]]:
         """Run them and yield each token as it comes. Closing the iterator cancels them."""
         news: deque[tuple[Sample, Token | None]] = deque()
         for sample in samples:
-            sample.on_token = lambda sample, token: news.append((sample, token))
-        self.submit(samples)
-        left = len(samples)  # not `ended`: another thread's step may be about to tell the last
+            sample.news = news
+        call = self._call_of(samples)
         try:
-            while left:
-                if not news:
-                    self.step()
-                while news:
-                    sample, token = news.popleft()
-                    if sample.error is not None:
-                        raise sample.error
-                    left -= token is None or token.finish_reason is not None
-                    if token is not None:
-                        yield sample, token
-        finally:
+            self._enter(call)
+            yield from self._tokens_from(news, len(samples))
+        except BaseException:
+            call.given_up = True
+            self.session._drop(call.branches)
             self.cancel(samples)
+            raise
+
+    def _tokens_from(
+        self, news: deque[tuple[Sample, Token | None]], left: int
+    ) -> Iterator[tuple[Sample, Token]]:
+        while left:
+            if not news:
+                self.step()
+            while news:
+                sample, token = news.popleft()
+                if sample.error is not None:
+                    raise sample.error
+                left -= token is None or token.finish_reason is not None
+                if token is not None:
+                    yield sample, token
 
     def _start(self) -> None:
         """Begin what there is room for, a sample of each call in turn: of the call that has fewest
         running ones. `max_rows` run at once; but a call that has less than its equal share of them
         need not wait for the many of another."""
-        calls = self._calls.copy().values()
+        calls = [call for call in self._calls.copy().values() if not call.given_up]
         share = max(1, self.max_rows // max(1, len(calls)))
         turns = [(call.n_running, call.number, call) for call in calls if call.waiting]
         heapq.heapify(turns)
@@ -362,13 +424,13 @@ class Engine:
             return False
         sample, branch = call.waiting[0], None
         try:
-            branch, call.held_by = self._branch_for(sample)
+            branch, call.held_by = self._branch_for(sample, call)
             if branch is None:
                 return False
             branch.stream = sample.index
             sample.cached_tokens = min(branch.n_computed, len(sample.prompt) - 1)
             assert sample.max_new_tokens is not None
-            self._requests[sample] = self.session.submit(
+            sample._request = self.session.submit(
                 branch,
                 sample.max_new_tokens,
                 sample.sampling,
@@ -376,6 +438,7 @@ class Engine:
                 sample.stop_ids,
                 call.number,
             )
+            sample._branch = branch
         except Exception as error:
             if branch is not None:
                 branch.drop()
@@ -383,20 +446,20 @@ class Engine:
             return True
         call.waiting.popleft()
         call.n_running += 1
-        sample._branch = branch
         self._running[branch.id] = sample
         return True
 
-    def _branch_for(self, sample: Sample) -> tuple[Branch | None, Sample | None]:
-        """A branch with the sample's prompt; None, and whose prompt it had better wait for."""
+    def _branch_for(self, sample: Sample, call: _Call) -> tuple[Branch | None, Sample | None]:
+        """A branch with the sample's prompt, of the call's; None, and whose prompt it had better
+        wait for."""
         computing: list[Sample] = []
         for other in self._running.values():
-            assert other._branch is not None
             if other._computing:
                 computing.append(other)
-            elif np.array_equal(other.prompt, sample.prompt):
-                return other._branch.fork(1, at=len(sample.prompt))[0], None
-        branch = self.session.prefill(sample.prompt, compute=False)
+            elif np.array_equal(other.prompt, sample.prompt) and self._fork(other, call):
+                return call.branches[-1], None
+        call.branches.append(self.session.prefill(sample.prompt, compute=False))
+        branch = call.branches[-1]
         gain = branch.n_computed + self.session.block_tokens
         for other in computing:
             if _common(other.prompt, sample.prompt) >= gain:
@@ -404,33 +467,52 @@ class Engine:
                 return None, other
         return branch, None
 
+    def _fork(self, other: Sample, call: _Call) -> bool:
+        """A branch of the call that has the other's prompt; False: that has been dropped."""
+        assert other._branch is not None
+        try:
+            call.branches += other._branch.fork(1, at=len(other.prompt))
+        except RuntimeError:
+            if not other._branch.dropped:
+                raise
+            return False
+        return True
+
     def _take(self, token: Token) -> None:
+        """Give the first of the step's tokens to its sample."""
         sample = self._running.get(token.branch.id)
-        if sample is None:
+        if sample is None or sample.ended:
+            del self._tokens[0]
             return
-        if token.error is not None:
-            self._fail(sample, token.error)
-            return
-        if token.token >= 0:
-            sample.tokens.append(token.token)
-            sample.logprobs.append(token.logprob)
-        sample.text += token.text or ""
-        if token.finish_reason is None:
-            self._tell(sample, token)
-            return
-        sample.stopped_by = token.stop
-        sample.end_logprob = token.logprob if isinstance(token.stop, int) else None
-        if sample.n_alternatives:
-            self._ending[sample] = token
-        else:
-            self._finish(sample, token)
+        error, reason, is_id = token.error, token.finish_reason, isinstance(token.stop, int)
+        waits = reason is not None and error is None and sample.n_alternatives > 0
+        told = token if error is None else None
+        # One piece, down to where the token is done with: no call, no loop.
+        sample.error = error
+        if error is None:
+            if token.token >= 0:
+                sample.tokens += [token.token]
+                sample.logprobs += [token.logprob]
+            sample.text += token.text or ""
+            if reason is not None:
+                sample.stopped_by = token.stop
+                sample.end_logprob = token.logprob if is_id else None
+                sample._last = token if waits else None
+                sample.finish_reason = None if waits else reason
+        if sample.news is not None and not waits:
+            sample.news += [(sample, told)]
+        del self._tokens[0]
+        if sample.ended:
+            self._retire(sample)
+        if not waits:
+            self._tell(sample, told)
 
     def _look_back(self) -> None:
         """A piece of the alternatives that are still to be computed, for a sample of each call."""
         seen: set[int] = set()
-        for sample, token in list(self._ending.items()):
+        for sample in list(self._running.values()):
             assert sample._call is not None
-            if sample.ended or sample._call.number in seen:
+            if sample._last is None or sample.ended or sample._call.number in seen:
                 continue
             seen.add(sample._call.number)
             try:
@@ -439,33 +521,46 @@ class Engine:
                 self._fail(sample, error)
                 continue
             if len(sample.alternatives) == len(sample.scored[0]):
-                self._finish(sample, token)
+                self._end(sample, sample._last.finish_reason, token=sample._last)
 
-    def _finish(self, sample: Sample, token: Token) -> None:
-        sample.finish_reason = token.finish_reason
+    def _fail(self, sample: Sample, error: Exception) -> None:
+        self._end(sample, None, error=error)
+
+    def _end(
+        self,
+        sample: Sample,
+        reason: str | None,
+        *,
+        token: Token | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        if sample.ended:
+            return
+        sample.finish_reason, sample.error = reason, error
+        if sample.news is not None:
+            sample.news += [(sample, token)]
         self._retire(sample)
         self._tell(sample, token)
 
     def _retire(self, sample: Sample) -> None:
-        """The branch goes; what it computed stays in the index as long as there is room."""
+        """It has ended. The branch goes; what it computed stays in the index as long as there is
+        room."""
         call = sample._call
         assert call is not None
         if sample._branch is None:
             call.waiting.remove(sample)
         else:
-            self._ending.pop(sample, None)
-            self.session.cancel(self._requests.pop(sample))
             del self._running[sample._branch.id]
-            sample._branch.drop()
-            sample._branch = None
             call.n_running -= 1
+            self._release(sample)
         if not call.waiting and not call.n_running:
-            del self._calls[call.number]
+            self._calls.pop(call.number, None)
 
-    def _fail(self, sample: Sample, error: Exception) -> None:
-        sample.error = error
-        self._retire(sample)
-        self._tell(sample, None)
+    def _release(self, sample: Sample) -> None:
+        assert sample._branch is not None
+        self.session.cancel(sample._request)
+        sample._branch.drop()
+        sample._branch = None
 
     def _tell(self, sample: Sample, token: Token | None) -> None:
         """To its on_token; where that raises, the sample fails with the error, and no other."""
@@ -475,9 +570,10 @@ class Engine:
             sample.on_token(sample, token)
         except Exception as error:
             sample.on_token = None
-            if not sample.ended:
-                self._retire(sample)
-            sample.error = sample.error or error
+            if sample.ended:
+                sample.error = sample.error or error
+            else:
+                self._fail(sample, error)
 
     # ---- probabilities -----------------------------------------------------------------------
 

@@ -319,20 +319,11 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
 
             for sample in asked:
                 sample.on_token = note
-            self._run(list(asked))
+            self.engine.run(list(asked), whichever_fail=True)
         for sample, i in asked.items():
             if sample.error is not None:
                 answers.fail(i, sample.error)
         return answers.done()
-
-    def _run(self, samples: list[Sample]) -> None:
-        """All of them to their end, whichever fail."""
-        self.engine.submit(sorted(samples, key=lambda sample: sample.prompt.tolist()))
-        try:
-            while not all(sample.ended for sample in samples):
-                self.engine.step()
-        finally:
-            self.engine.cancel(samples)
 
     def _sample(self, context: str, settings: dict[str, Any]) -> Sample:
         """A request with its settings as transformers names them; FieldError names one that is

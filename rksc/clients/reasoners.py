@@ -106,8 +106,10 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         for text, row in zip(prompts, rows, strict=True):
             ids = [self.engine.session.token_id(candidate, "candidates") for candidate in row]
             branch = self.engine.session.prefill(self.engine.encode(text))
-            found.append(_postprocessed(branch.logits, postprocess)[ids])
-            branch.drop()
+            try:
+                found.append(_postprocessed(branch.logits, postprocess)[ids])
+            finally:
+                branch.drop()
         return found
 
     def get_loglikelihood(
