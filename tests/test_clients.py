@@ -313,8 +313,8 @@ def test_no_text_of_a_message_ends_its_turn(client: OpenAI) -> None:
         {"role": "assistant", "content": "<s> abc"},
     ]
     sent: list[list[int]] = []
-    submit = client.engine.submit
-    client.engine.submit = lambda s: (sent.append(s[0].prompt.tolist()), submit(s))[1]  # type: ignore
+    call_of = client.engine._call_of
+    client.engine._call_of = lambda s: (sent.append(s[0].prompt.tolist()), call_of(s))[1]  # type: ignore
     client.chat.completions.create(messages=messages, max_tokens=1)
     client.chat.completions.create(
         messages=messages, max_tokens=1, extra_body={"continue_final_message": True}

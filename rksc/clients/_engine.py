@@ -16,6 +16,7 @@ All other books can be made again from the samples, and are at the next turn.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
@@ -350,8 +351,10 @@ class Engine:
             for sample in call.samples if call.given_up else ():
                 self._end(sample, "cancelled")
         while self._unwanted:
-            self._end(self._unwanted[0], "cancelled")
-            del self._unwanted[0]
+            sample = self._unwanted[0]
+            self._end(sample, "cancelled")
+            with contextlib.suppress(ValueError):  # an on_token that cancels came here first
+                self._unwanted.remove(sample)
 
     def run(self, samples: Sequence[Sample], *, whichever_fail: bool = False) -> None:
         """Bring all of them to their end, those with prefixes in common one after the other.
