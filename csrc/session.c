@@ -151,11 +151,7 @@ void rk_session_drop(rk_session *s, rk_branch *branch)
 
 void rk_session_invalidate(rk_session *s)
 {
-    for (rk_branch *b = s->tree.first; b != NULL; b = b->next) {
-        rk_tree_release(&s->tree, b, 0);
-        free(b->memory.means);
-        b->memory = (rk_probe_memory){0};
-    }
+    rk_tree_forget(&s->tree);
     rk_kv_forget(s->kv);
     rk_placed_refresh(s->placed);
 }

@@ -59,24 +59,19 @@ class Options(c.Structure):
 
 
 class Branch(c.Structure):
-    """The first fields of rk_branch."""
+    """The first fields of rk_branch_facts, with which a rk_branch begins."""
 
     _fields_ = [
-        ("next", c.c_void_p),
-        ("previous", c.c_void_p),
         ("id", c.c_uint64),
         ("parent_id", c.c_uint64),
         ("depth", c.c_int32),
         ("tokens", c.POINTER(c.c_int32)),
         ("n_tokens", c.c_int32),
-        ("tokens_capacity", c.c_int32),
         ("n_prompt", c.c_int32),
         ("n_computed", c.c_int32),
         ("n_ever", c.c_int32),
         ("blocks", c.POINTER(c.c_int32)),
         ("n_blocks", c.c_int32),
-        ("blocks_capacity", c.c_int32),
-        ("n_published", c.c_int32),
         ("stream", c.c_uint64),
         ("score", c.c_double),
         ("confidence", c.c_double),

@@ -9,11 +9,11 @@
 
 rk_status rk_session_check_branch(const rk_branch *branch, rk_error *err)
 {
-    if (branch->busy) {
+    if (rk_look(branch)->busy) {
         return rk_fail(err, RK_ESTATE,
                        "branch %llu is generating: step or cancel its request "
                        "first",
-                       (unsigned long long)branch->id);
+                       (unsigned long long)rk_look(branch)->id);
     }
     return RK_OK;
 }
@@ -49,9 +49,9 @@ rk_status rk_session_check_pick(const rk_pick *pick, const rk_branch *branch,
 rk_status rk_session_fail_nan(const char *what, const rk_branch *branch,
                               int32_t position, rk_error *err)
 {
-    return rk_fail(err, RK_EVALUE,
-                   "weights: the %s of branch %llu at position %d are NaN",
-                   what, (unsigned long long)branch->id, (int)position);
+    return rk_fail(
+        err, RK_EVALUE, "weights: the %s of branch %llu at position %d are NaN",
+        what, (unsigned long long)rk_look(branch)->id, (int)position);
 }
 
 /* ---- branches ------------------------------------------------------------ */
@@ -96,13 +96,13 @@ rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
                           int32_t at, int32_t n, const int32_t *const *suffixes,
                           const int32_t *n_suffix, rk_error *err)
 {
-    at = at < 0 ? parent->n_tokens : at;
+    at = at < 0 ? rk_look(parent)->n_tokens : at;
     if (n < 1) {
         return rk_fail(err, RK_EVALUE, "fork: %d children", (int)n);
     }
-    if (at < 1 || at > parent->n_tokens) {
+    if (at < 1 || at > rk_look(parent)->n_tokens) {
         return rk_fail(err, RK_EVALUE, "at: %d is not in 1 .. %d", (int)at,
-                       (int)parent->n_tokens);
+                       (int)rk_look(parent)->n_tokens);
     }
     rk_status status = RK_OK;
     for (int32_t i = 0; i < n && suffixes != NULL && status == RK_OK; i++) {
@@ -125,7 +125,7 @@ rk_status rk_session_fork(rk_session *s, rk_branch **out, rk_branch *parent,
         return status;
     }
     for (int32_t i = 0; i < n; i++) {
-        s->stats.tokens_forked += out[i]->n_computed;
+        s->stats.tokens_forked += rk_look(out[i])->n_computed;
     }
     return RK_OK;
 }
@@ -137,7 +137,7 @@ rk_status rk_session_extend(rk_session *s, rk_branch *branch,
     rk_status status = rk_session_check_branch(branch, err);
     if (status == RK_OK) {
         status = rk_session_check_tokens(s, "tokens", tokens, n_tokens,
-                                         branch->n_tokens, err);
+                                         rk_look(branch)->n_tokens, err);
     }
     if (status == RK_OK) {
         status = rk_branch_append(branch, tokens, n_tokens, err);
@@ -151,8 +151,9 @@ static rk_status check_longest(const rk_session *s, rk_branch *const *branches,
 {
     int32_t needed = 0;
     for (int32_t i = 0; i < n; i++) {
-        int32_t more = rk_tree_blocks_of(&s->tree, branches[i]->n_tokens) -
-                       branches[i]->n_blocks;
+        int32_t more =
+            rk_tree_blocks_of(&s->tree, rk_look(branches[i])->n_tokens) -
+            rk_look(branches[i])->n_blocks;
         needed = more > needed ? more : needed;
     }
     return rk_step_check_room(s, needed, err);
@@ -166,12 +167,12 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
             if (branches[i] == branches[j]) {
                 return rk_fail(err, RK_EVALUE,
                                "branches: branch %llu stands there twice",
-                               (unsigned long long)branches[i]->id);
+                               (unsigned long long)rk_look(branches[i])->id);
             }
         }
     }
     for (int32_t i = 0; i < n; i++) {
-        branches[i]->pins++;
+        rk_branch_pin(branches[i]);
         s->stats.tokens_reused += rk_tree_revive(&s->tree, branches[i]);
     }
     rk_status status = check_longest(s, branches, n, err);
@@ -184,7 +185,7 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
                              NULL, err);
     }
     for (int32_t i = 0; i < n; i++) {
-        branches[i]->pins--;
+        rk_branch_unpin(branches[i]);
     }
     return status;
 }

@@ -16,7 +16,8 @@ rk_status rk_session_peek(rk_session *s, rk_branch *branch, rk_error *err)
     if (status != RK_OK) {
         return status;
     }
-    rk_item item = {branch, branch->n_tokens - 1, branch->n_tokens, false};
+    rk_item item = {branch, rk_look(branch)->n_tokens - 1,
+                    rk_look(branch)->n_tokens, false};
     return rk_step_open(s, &item, 1, NULL, err);
 }
 
@@ -80,10 +81,10 @@ static rk_status peek(rk_session *s, rk_branch *branch, bool layers, float *out,
         status =
             rk_forward_fetch(&s->forward, out, values, n * sizeof *out, err);
     }
-    return status != RK_OK
-               ? status
-               : check_rows(layers ? "hidden states" : "logits", out, 1,
-                            (int32_t)n, branch, branch->n_tokens - 1, err);
+    return status != RK_OK ? status
+                           : check_rows(layers ? "hidden states" : "logits",
+                                        out, 1, (int32_t)n, branch,
+                                        rk_look(branch)->n_tokens - 1, err);
 }
 
 rk_status rk_session_logits(rk_session *s, rk_branch *branch, float *out,

@@ -159,7 +159,7 @@ static rk_status root_means(probe *p, rk_branch *root, int32_t begin,
 {
     rk_session *s = p->s;
     const rk_ops *ops = s->device->ops;
-    rk_probe_memory *memory = &root->memory;
+    const rk_probe_memory *memory = rk_branch_memory(root);
     size_t bytes = layer_at(p, p->n_layers) * sizeof(float);
     if (memory->means != NULL && memory->begin == begin && memory->end == end &&
         memory->n_layers >= p->n_layers) {
@@ -184,8 +184,7 @@ static rk_status root_means(probe *p, rk_branch *root, int32_t begin,
         return status;
     }
     ops->upload(s->device, p->root, means, bytes);
-    free(memory->means);
-    *memory = (rk_probe_memory){means, p->n_layers, begin, end};
+    rk_branch_remember(root, (rk_probe_memory){means, p->n_layers, begin, end});
     return RK_OK;
 }
 
@@ -219,13 +218,13 @@ static rk_status run_rows(probe *p, rk_branch *own, int32_t first, int32_t from,
     rk_session *s = p->s;
     size_t width = (size_t)s->model.config.width;
     rk_status status = RK_OK;
-    for (int32_t at = first, n; at < own->n_tokens && status == RK_OK;
+    for (int32_t at = first, n; at < rk_look(own)->n_tokens && status == RK_OK;
          at += n) {
-        n = own->n_tokens - at;
+        n = rk_look(own)->n_tokens - at;
         n = n < s->options.step_tokens ? n : s->options.step_tokens;
         float *x = p->held + (size_t)(at - first) * width;
         rk_item item = {own, at, at + n, true};
-        own->n_computed = at;
+        rk_branch_stage(own, at);
         status = from == 0 ? rk_step_open(s, &item, 1, x, err)
                            : rk_step_reopen(s, &item, 1, err);
         if (status == RK_OK) {
@@ -243,7 +242,7 @@ static rk_status probe_prefix(probe *p, rk_branch *own, int32_t first,
                               int32_t *layer, rk_error *err)
 {
     rk_status status = sums_reset(p, err);
-    int32_t n = own->n_tokens - first;
+    int32_t n = rk_look(own)->n_tokens - first;
     *layer = 0;
     while (status == RK_OK && report->gate == RK_GATE_OPEN) {
         status = run_rows(p, own, first, *layer, *layer + 1, err);
@@ -270,27 +269,28 @@ static difference differing(const rk_branch *root, const int32_t *tokens,
                             int32_t n_tokens, bool pool_mean)
 {
     if (!pool_mean) {
-        return (difference){-1, n_tokens, root->n_tokens};
+        return (difference){-1, n_tokens, rk_look(root)->n_tokens};
     }
-    int32_t shorter = n_tokens < root->n_tokens ? n_tokens : root->n_tokens;
+    int32_t shorter =
+        n_tokens < rk_look(root)->n_tokens ? n_tokens : rk_look(root)->n_tokens;
     int32_t head = 0, tail = 0;
-    while (head < shorter && tokens[head] == root->tokens[head]) {
+    while (head < shorter && tokens[head] == rk_look(root)->tokens[head]) {
         head++;
     }
     while (tail < shorter - head &&
            tokens[n_tokens - 1 - tail] ==
-               root->tokens[root->n_tokens - 1 - tail]) {
+               rk_look(root)->tokens[rk_look(root)->n_tokens - 1 - tail]) {
         tail++;
     }
     /* Pure insertion: one side would be empty; take a shared neighbour. */
-    if (head == n_tokens - tail || head == root->n_tokens - tail) {
+    if (head == n_tokens - tail || head == rk_look(root)->n_tokens - tail) {
         if (tail > 0) {
             tail--;
         } else {
             head--;
         }
     }
-    return (difference){head, n_tokens - tail, root->n_tokens - tail};
+    return (difference){head, n_tokens - tail, rk_look(root)->n_tokens - tail};
 }
 
 /* ---- the two probes ------------------------------------------------------ */
@@ -303,7 +303,7 @@ static rk_status share(rk_session *s, rk_branch **out, rk_branch *root,
     rk_status status = rk_session_fork(
         s, out, root, -1, 1, (const int32_t *const[]){suffix}, &n_suffix, err);
     if (status == RK_OK && approximate) {
-        (*out)->approximate = true;
+        rk_branch_set_approximate(*out);
     }
     return status;
 }
@@ -328,8 +328,8 @@ static rk_status probe_own(probe *p, rk_branch **out, rk_branch *root,
     }
     if (status == RK_OK) {
         s->stats.tokens_reused += first;
-        s->stats.tokens_computed += own->n_tokens - first;
-        rk_tree_commit(&s->tree, own, own->n_tokens);
+        s->stats.tokens_computed += rk_look(own)->n_tokens - first;
+        rk_tree_commit(&s->tree, own, rk_look(own)->n_tokens);
     }
     return status;
 }
@@ -340,7 +340,8 @@ static rk_status by_prefix(rk_session *s, rk_branch **out, rk_branch *root,
                            const double *weights, rk_gate_report *report,
                            rk_error *err)
 {
-    difference d = differing(root, own->tokens, own->n_tokens, asks->pool_mean);
+    difference d = differing(root, rk_look(own)->tokens, rk_look(own)->n_tokens,
+                             asks->pool_mean);
     int32_t own_begin = d.begin < 0 ? d.own_end - 1 : d.begin;
     int32_t root_begin = d.begin < 0 ? d.root_end - 1 : d.begin;
     probe p;
@@ -352,20 +353,20 @@ static rk_status by_prefix(rk_session *s, rk_branch **out, rk_branch *root,
     status = root_means(&p, root, root_begin, d.root_end, report, err);
     /* The decision must not depend on what the index happens to hold. */
     rk_tree_release(&s->tree, own, own_begin);
-    int32_t first = own->n_computed;
+    int32_t first = rk_look(own)->n_computed;
     if (status == RK_OK) {
         p.held = s->device->ops->alloc(
-            s->device, (size_t)(own->n_tokens - first) *
+            s->device, (size_t)(rk_look(own)->n_tokens - first) *
                            (size_t)s->model.config.width * sizeof(float));
         if (p.held == NULL) {
             status = rk_fail(err, RK_ENOMEM, "no memory to probe");
         }
     }
     if (status == RK_OK) {
-        own->pins++;
+        rk_branch_pin(own);
         status = probe_own(&p, out, root, own, first, own_begin, d.own_end,
                            suffix, n_suffix, asks, weights, report, err);
-        own->pins--;
+        rk_branch_unpin(own);
     }
     probe_free(&p);
     return status;
@@ -384,14 +385,14 @@ static rk_status by_suffix(rk_session *s, rk_branch **out, rk_branch *root,
     probe p;
     status = probe_create(&p, s, asks->probe_layers, asks->center, err);
     if (status == RK_OK) {
-        status = root_means(&p, root, root->n_tokens - 1, root->n_tokens,
-                            report, err);
+        status = root_means(&p, root, rk_look(root)->n_tokens - 1,
+                            rk_look(root)->n_tokens, report, err);
         if (status == RK_OK) {
             status = rk_session_compute(s, &child, 1, err);
         }
         if (status == RK_OK) {
-            status = branch_means(&p, child, child->n_tokens - 1,
-                                  child->n_tokens, err);
+            status = branch_means(&p, child, rk_look(child)->n_tokens - 1,
+                                  rk_look(child)->n_tokens, err);
         }
         report->own_token_layers = (int64_t)n_suffix * s->model.config.n_layers;
         for (int32_t l = 0;
@@ -412,8 +413,9 @@ static rk_status by_suffix(rk_session *s, rk_branch **out, rk_branch *root,
 static bool same_tokens(const rk_branch *root, const int32_t *tokens,
                         int32_t n_tokens)
 {
-    return root->n_tokens == n_tokens &&
-           memcmp(root->tokens, tokens, (size_t)n_tokens * sizeof *tokens) == 0;
+    return rk_look(root)->n_tokens == n_tokens &&
+           memcmp(rk_look(root)->tokens, tokens,
+                  (size_t)n_tokens * sizeof *tokens) == 0;
 }
 
 static rk_status probe_and_share(rk_session *s, rk_branch **out,
@@ -473,8 +475,8 @@ rk_status rk_session_prefill_similar(rk_session *s, rk_branch **out,
         return share(s, out, root, suffix, n_suffix, false, err);
     }
     /* On a longer root there may be no position left for the suffix. */
-    allowed =
-        allowed && n_suffix <= s->model.config.max_positions - root->n_tokens;
+    allowed = allowed && n_suffix <= s->model.config.max_positions -
+                                         rk_look(root)->n_tokens;
     rk_branch *own = NULL;
     int32_t n_reused = 0;
     status = rk_tree_add(&s->tree, &own, tokens, n_tokens, &n_reused, err);
@@ -484,14 +486,14 @@ rk_status rk_session_prefill_similar(rk_session *s, rk_branch **out,
     }
     if (status == RK_OK && *out == NULL) {
         /* Rejected or not allowed: everything is its own. */
-        int32_t n_kept = own->n_computed;
+        int32_t n_kept = rk_look(own)->n_computed;
         status = rk_session_compute(s, &own, 1, err);
         if (status == RK_OK) {
             status = rk_branch_append(own, suffix, n_suffix, err);
         }
         if (status == RK_OK) {
             s->stats.tokens_reused += n_kept < n_tokens ? n_kept : 0;
-            own->n_prompt = own->n_tokens;
+            rk_branch_set_prompt(own);
             *out = own;
             own = NULL;
         }

@@ -21,7 +21,7 @@
 static void let_go(rk_request *request)
 {
     if (request->branch != NULL) {
-        request->branch->n_requests--;
+        rk_branch_unname(request->branch);
         request->branch = NULL;
     }
 }
@@ -164,9 +164,7 @@ rk_status rk_session_submit(rk_session *s, rk_branch *branch,
     request->options = *options;
     request->confidence = NAN;
     request_link(scheduler, request, group);
-    branch->busy = true;
-    branch->request = request->id;
-    branch->n_requests++;
+    rk_branch_submit(branch, request->id);
     return RK_OK;
 }
 
@@ -178,9 +176,9 @@ static void retire(rk_session *s, rk_request *request, rk_finish finish)
     request->finish = finish;
     s->scheduler.litter |= --request->group->n_active == 0;
     if (request->branch != NULL) {
-        request->branch->busy = false;
+        rk_branch_retire(request->branch);
         if (!isnan(request->confidence)) {
-            request->branch->confidence = request->confidence;
+            rk_branch_set_confidence(request->branch, request->confidence);
         }
     }
     s->scheduler.stalled = false;
@@ -214,7 +212,7 @@ void rk_session_undo(rk_session *s, rk_branch *branch, int32_t n_tokens,
                      double confidence)
 {
     rk_tree_truncate(&s->tree, branch, n_tokens);
-    branch->confidence = confidence;
+    rk_branch_set_confidence(branch, confidence);
 }
 
 static void forget(rk_session *s, rk_request *request)
@@ -228,12 +226,12 @@ static void forget(rk_session *s, rk_request *request)
 void rk_scheduler_forget(rk_session *s, rk_branch *branch)
 {
     const rk_scheduler *scheduler = &s->scheduler;
-    rk_request *newest = request_find(scheduler, branch->request);
+    rk_request *newest = request_find(scheduler, rk_look(branch)->request);
     if (newest != NULL && newest->branch == branch) {
         forget(s, newest);
     }
     /* Rarely one more, that ended while others of its group run. */
-    for (int32_t i = scheduler->n - 1; branch->n_requests > 0; i--) {
+    for (int32_t i = scheduler->n - 1; rk_look(branch)->n_requests > 0; i--) {
         if (scheduler->requests[i]->branch == branch) {
             forget(s, scheduler->requests[i]);
         }
@@ -279,7 +277,7 @@ static rk_status take_token(rk_session *s, rk_request *request,
     if (event->stop_index >= 0) {
         event->finish = RK_FINISH_STOP;
     } else if (request->n_new >= o->max_new_tokens ||
-               branch->n_tokens >= s->model.config.max_positions) {
+               rk_look(branch)->n_tokens >= s->model.config.max_positions) {
         event->finish = RK_FINISH_LENGTH;
     }
     if (event->finish != RK_FINISH_NONE) {
@@ -293,7 +291,7 @@ static rk_status take(rk_session *s, rk_request *request, const rk_pick *pick,
 {
     rk_branch *branch = request->branch;
     rk_status status =
-        rk_session_check_pick(pick, branch, branch->n_tokens - 1, err);
+        rk_session_check_pick(pick, branch, rk_look(branch)->n_tokens - 1, err);
     if (status != RK_OK) {
         s->scheduler.blamed = request->id;
         return status;
@@ -319,7 +317,7 @@ static void end_idle(rk_session *s)
         rk_request *r = s->scheduler.requests[i];
         if (rk_request_active(r) &&
             (r->options.max_new_tokens == 0 ||
-             r->branch->n_tokens >= s->model.config.max_positions)) {
+             rk_look(r->branch)->n_tokens >= s->model.config.max_positions)) {
             event_add(&s->scheduler, r, NULL)->finish = RK_FINISH_LENGTH;
             retire(s, r, RK_FINISH_LENGTH);
         }
@@ -332,16 +330,18 @@ static rk_status check_sizes(rk_session *s, rk_error *err)
     int32_t total = rk_kv_count(s->kv).total;
     for (int32_t i = 0; i < s->scheduler.n; i++) {
         const rk_request *r = s->scheduler.requests[i];
-        int32_t needed = rk_request_active(r)
-                             ? rk_tree_blocks_of(&s->tree, r->branch->n_tokens)
-                             : 0;
+        int32_t needed =
+            rk_request_active(r)
+                ? rk_tree_blocks_of(&s->tree, rk_look(r->branch)->n_tokens)
+                : 0;
         if (needed > total) {
             s->scheduler.blamed = r->id;
             return rk_fail(err, RK_ECAPACITY,
                            "kv_bytes: branch %llu needs %d KV blocks of %d "
                            "tokens, there are %d",
-                           (unsigned long long)r->branch->id, (int)needed,
-                           (int)s->options.block_tokens, (int)total);
+                           (unsigned long long)rk_look(r->branch)->id,
+                           (int)needed, (int)s->options.block_tokens,
+                           (int)total);
         }
     }
     return RK_OK;
@@ -391,10 +391,10 @@ static rk_status run(rk_session *s, rk_request **owners, int32_t n_items,
     int32_t n_outputs = 0;
     for (int32_t i = 0; i < n_items; i++) {
         const rk_branch *b = owners[i]->branch;
-        if (step->items[i].end == b->n_tokens) {
+        if (step->items[i].end == rk_look(b)->n_tokens) {
             rk_draw draw = owners[i]->options.draw;
-            draw.stream = b->stream;
-            draw.position = b->n_tokens;
+            draw.stream = rk_look(b)->stream;
+            draw.position = rk_look(b)->n_tokens;
             draw.forced = -1;
             step->draws[n_outputs] = draw;
             outputs[n_outputs++] = i;
@@ -450,7 +450,8 @@ uint64_t rk_session_blamed(const rk_session *s)
 
 rk_status rk_scheduler_check(const rk_session *s, rk_error *err)
 {
-    int32_t n_busy = 0, n_pins = 0;
+    int32_t n_busy, n_pins;
+    rk_tree_count(&s->tree, &n_busy, &n_pins);
     for (int32_t i = 0; i < s->scheduler.n; i++) {
         const rk_request *r = s->scheduler.requests[i];
         const rk_branch *b = r->branch;
@@ -458,22 +459,18 @@ rk_status rk_scheduler_check(const rk_session *s, rk_error *err)
             return rk_fail(err, RK_ESTATE, "request %llu has ended and runs",
                            (unsigned long long)r->id);
         }
-        if (rk_request_active(r) &&
-            (b == NULL || !b->busy || b->pins != r->running)) {
+        if (rk_request_active(r) && (b == NULL || !rk_look(b)->busy ||
+                                     rk_look(b)->pins != r->running)) {
             return rk_fail(err, RK_ESTATE, "request %llu has lost its branch",
                            (unsigned long long)r->id);
         }
-        n_busy += rk_request_active(r);
-        n_pins += r->running;
-    }
-    for (const rk_branch *b = s->tree.first; b != NULL; b = b->next) {
-        n_busy -= b->busy;
-        n_pins -= b->pins;
+        n_busy -= rk_request_active(r);
+        n_pins -= r->running;
     }
     if (n_busy != 0 || n_pins != 0) {
         return rk_fail(err, RK_ESTATE,
-                       "%d busy branches and %d pins are nobody's",
-                       (int)-n_busy, (int)-n_pins);
+                       "%d busy branches and %d pins are nobody's", (int)n_busy,
+                       (int)n_pins);
     }
     return RK_OK;
 }

@@ -37,7 +37,7 @@ static rk_status score_first(rk_session *s, rk_branch *branch,
                                  true, s->step.picks, err);
         for (int32_t j = 0; j < m && status == RK_OK; j++) {
             status = rk_session_check_pick(&s->step.picks[j], branch,
-                                           branch->n_tokens - 1, err);
+                                           rk_look(branch)->n_tokens - 1, err);
             picks[s->outputs[j]][0] = s->step.picks[j];
         }
     }
@@ -125,13 +125,13 @@ static rk_status score_group(rk_session *s, rk_branch *branch,
         return rk_fail(err, RK_ENOMEM, "no memory to score");
     }
     rk_status status = rk_session_compute(s, &branch, 1, err);
-    int32_t made = 0, at = branch->n_tokens;
+    int32_t made = 0, at = rk_look(branch)->n_tokens;
     while (made < n && status == RK_OK) {
         int32_t rest = lengths[made] > 0 ? lengths[made] - 1 : 0;
         status = rk_tree_fork(&s->tree, &children[made], branch, at,
                               continuations[made], rest, made, err);
         if (status == RK_OK) {
-            children[made++]->pins++;
+            rk_branch_pin(children[made++]);
         }
     }
     if (status == RK_OK) {
@@ -154,7 +154,7 @@ rk_status rk_session_score(rk_session *s, rk_branch *branch,
         char field[32];
         snprintf(field, sizeof field, "continuations[%d]", (int)i);
         status = rk_session_check_tokens(s, field, continuations[i], lengths[i],
-                                         branch->n_tokens, err);
+                                         rk_look(branch)->n_tokens, err);
     }
     if (status == RK_OK && n > 0) {
         status = score_first(s, branch, continuations, lengths, n, picks, err);

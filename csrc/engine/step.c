@@ -22,21 +22,28 @@ int32_t rk_step_pending(const rk_session *s, rk_branch *const *branches,
     int32_t n_items = 0, room = s->options.step_tokens;
     for (int32_t i = 0; i < n && room > 0; i++) {
         rk_branch *b = branches[i];
-        int32_t left = b->n_tokens - b->n_computed;
+        int32_t left = rk_look(b)->n_tokens - rk_look(b)->n_computed;
         if (left > 0) {
             left = left < room ? left : room;
-            items[n_items++] =
-                (rk_item){b, b->n_computed, b->n_computed + left, true};
+            items[n_items++] = (rk_item){b, rk_look(b)->n_computed,
+                                         rk_look(b)->n_computed + left, true};
             room -= left;
         }
     }
     return n_items;
 }
 
-static void pin(const rk_item *items, int32_t n_items, int32_t by)
+static void pin(const rk_item *items, int32_t n_items)
 {
     for (int32_t i = 0; i < n_items; i++) {
-        items[i].branch->pins += by;
+        rk_branch_pin(items[i].branch);
+    }
+}
+
+static void unpin(const rk_item *items, int32_t n_items)
+{
+    for (int32_t i = 0; i < n_items; i++) {
+        rk_branch_unpin(items[i].branch);
     }
 }
 
@@ -44,13 +51,17 @@ static bool same_rows(const rk_item *a, const rk_item *b)
 {
     const rk_branch *x = a->branch, *y = b->branch;
     return a->begin == b->begin && a->end == b->end && a->write == b->write &&
-           x->approximate == y->approximate && x->n_blocks == y->n_blocks &&
-           (x->n_blocks == 0 ||
-            (x->blocks[x->n_blocks - 1] == y->blocks[y->n_blocks - 1] &&
-             memcmp(x->blocks, y->blocks,
-                    (size_t)x->n_blocks * sizeof *x->blocks) == 0)) &&
-           memcmp(x->tokens + a->begin, y->tokens + b->begin,
-                  (size_t)(a->end - a->begin) * sizeof *x->tokens) == 0;
+           rk_look(x)->approximate == rk_look(y)->approximate &&
+           rk_look(x)->n_blocks == rk_look(y)->n_blocks &&
+           (rk_look(x)->n_blocks == 0 ||
+            (rk_look(x)->blocks[rk_look(x)->n_blocks - 1] ==
+                 rk_look(y)->blocks[rk_look(y)->n_blocks - 1] &&
+             memcmp(rk_look(x)->blocks, rk_look(y)->blocks,
+                    (size_t)rk_look(x)->n_blocks *
+                        sizeof *rk_look(x)->blocks) == 0)) &&
+           memcmp(rk_look(x)->tokens + a->begin, rk_look(y)->tokens + b->begin,
+                  (size_t)(a->end - a->begin) * sizeof *rk_look(x)->tokens) ==
+               0;
 }
 
 static void find_leaders(const rk_item *items, int32_t n_items, bool share,
@@ -101,7 +112,7 @@ static rk_status check_items(const rk_session *s, const rk_item *items,
     for (int32_t i = 0; i < n_items; i++) {
         if (items[i].write && s->step.leaders[i] == i) {
             int32_t more = rk_tree_blocks_of(&s->tree, items[i].end) -
-                           items[i].branch->n_blocks;
+                           rk_look(items[i].branch)->n_blocks;
             needed += more > 0 ? more : 0;
         }
     }
@@ -127,7 +138,7 @@ static rk_status give_blocks(rk_session *s, const rk_item *item,
 {
     const rk_ops *ops = s->device->ops;
     rk_branch *branch = item->branch;
-    int32_t had = branch->n_blocks, from, to;
+    int32_t had = rk_look(branch)->n_blocks, from, to;
     rk_status status = make_room(s, item, writers, err);
     if (status == RK_OK) {
         status = rk_tree_reserve(&s->tree, branch, item->end, writers, &from,
@@ -137,8 +148,8 @@ static rk_status give_blocks(rk_session *s, const rk_item *item,
         return status;
     }
     if (s->options.poison) {
-        for (int32_t i = had; i < branch->n_blocks; i++) {
-            ops->kv_fill(s->device, branch->blocks[i], 0xff);
+        for (int32_t i = had; i < rk_look(branch)->n_blocks; i++) {
+            ops->kv_fill(s->device, rk_look(branch)->blocks[i], 0xff);
         }
         if (to >= 0) {
             ops->kv_fill(s->device, to, 0xff);
@@ -162,10 +173,10 @@ static rk_status build(rk_session *s, rk_error *err)
         }
         n_rows += item->end - item->begin;
         step->spans[n_spans++] = (rk_span){
-            .tokens = item->branch->tokens + item->begin,
+            .tokens = rk_look(item->branch)->tokens + item->begin,
             .position = item->begin,
             .n_rows = item->end - item->begin,
-            .blocks = item->branch->blocks,
+            .blocks = rk_look(item->branch)->blocks,
             .write = item->write,
         };
     }
@@ -188,7 +199,7 @@ static rk_status open_items(rk_session *s, const rk_item *items,
                             int32_t n_items, rk_error *err)
 {
     rk_step *step = &s->step;
-    pin(items, n_items, 1);
+    pin(items, n_items);
     find_leaders(items, n_items, s->options.share, step->leaders);
     rk_status status = check_items(s, items, n_items, err);
     step->n_items = 0;
@@ -208,14 +219,14 @@ static rk_status open_items(rk_session *s, const rk_item *items,
         status = build(s, err);
     }
     if (status != RK_OK) {
-        pin(items + step->n_items, n_items - step->n_items, -1);
+        unpin(items + step->n_items, n_items - step->n_items);
         rk_step_close(s, false);
         return status;
     }
     s->clock++;
     s->stats.steps++;
     for (int32_t i = 0; i < n_items; i++) {
-        items[i].branch->last_use = s->clock;
+        rk_branch_use(items[i].branch, s->clock);
     }
     return RK_OK;
 }
@@ -270,14 +281,14 @@ static void close_item(rk_session *s, int32_t i, bool commit)
     const rk_item *item = &s->step.items[i];
     int32_t leader = s->step.leaders[i];
     rk_branch *branch = item->branch;
-    branch->pins--;
+    rk_branch_unpin(branch);
     if (!item->write) {
         s->stats.tokens_recomputed +=
             commit && leader == i ? item->end - item->begin : 0;
         return;
     }
     if (!commit) {
-        rk_tree_release(&s->tree, branch, branch->n_computed);
+        rk_tree_release(&s->tree, branch, rk_look(branch)->n_computed);
         return;
     }
     if (leader != i) {
@@ -286,7 +297,7 @@ static void close_item(rk_session *s, int32_t i, bool commit)
                        item->end);
         return;
     }
-    int32_t again = branch->n_ever - item->begin;
+    int32_t again = rk_look(branch)->n_ever - item->begin;
     again = again < 0 ? 0 : again;
     again = again > item->end - item->begin ? item->end - item->begin : again;
     s->stats.tokens_recomputed += again;
@@ -353,7 +364,7 @@ void rk_step_close(rk_session *s, bool commit)
 
 void rk_step_suspend(rk_session *s)
 {
-    pin(s->step.items, s->step.n_items, -1);
+    unpin(s->step.items, s->step.n_items);
     s->step.n_items = 0;
 }
 

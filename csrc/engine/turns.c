@@ -19,7 +19,8 @@
  * from, or what is still to be computed. */
 static int32_t wants(const rk_request *request)
 {
-    int32_t left = request->branch->n_tokens - request->branch->n_computed;
+    int32_t left = rk_look(request->branch)->n_tokens -
+                   rk_look(request->branch)->n_computed;
     return left > 1 ? left : 1;
 }
 
@@ -27,19 +28,21 @@ static int32_t wants(const rk_request *request)
 static rk_item next_item(const rk_request *request, int32_t room)
 {
     rk_branch *b = request->branch;
-    if (b->n_computed == b->n_tokens) {
-        return (rk_item){b, b->n_tokens - 1, b->n_tokens, false};
+    if (rk_look(b)->n_computed == rk_look(b)->n_tokens) {
+        return (rk_item){b, rk_look(b)->n_tokens - 1, rk_look(b)->n_tokens,
+                         false};
     }
     int32_t n = wants(request);
     n = n < room ? n : room;
-    return (rk_item){b, b->n_computed, b->n_computed + n, true};
+    return (rk_item){b, rk_look(b)->n_computed, rk_look(b)->n_computed + n,
+                     true};
 }
 
 static void admit(rk_session *s, rk_request *request)
 {
     request->running = true;
     request->group->n_running++;
-    request->branch->pins++;
+    rk_branch_pin(request->branch);
     s->stats.tokens_reused += rk_tree_revive(&s->tree, request->branch);
 }
 
@@ -153,7 +156,7 @@ int32_t rk_turns_choose(rk_session *s, rk_request **owners)
 void rk_turns_release(rk_request *request)
 {
     if (request->branch != NULL && request->running) {
-        request->branch->pins--;
+        rk_branch_unpin(request->branch);
     }
     request->group->n_running -= request->running;
     request->running = false;

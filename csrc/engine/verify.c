@@ -82,9 +82,9 @@ static rk_status settle(const pass *p, int32_t i, int32_t layers,
     const rk_pick *pick = &p->s->step.picks[i];
     double yes = p->answers[2 * i], no = p->answers[2 * i + 1];
     if (isnan(yes - no) || (with_mass && pick->token < 0)) {
-        return rk_session_check_pick(&(rk_pick){.token = -1}, branch,
-                                     branch->n_tokens + p->v->n_prompt - 1,
-                                     err);
+        return rk_session_check_pick(
+            &(rk_pick){.token = -1}, branch,
+            rk_look(branch)->n_tokens + p->v->n_prompt - 1, err);
     }
     verdict->outcome = RK_VERIFIED;
     verdict->yes_logit = (float)yes;
@@ -168,8 +168,9 @@ static rk_status run_pass(pass *p, rk_branch **children, rk_error *err)
 {
     rk_session *s = p->s;
     for (int32_t i = 0; i < p->n; i++) {
-        s->step.items[i] = (rk_item){children[i], children[i]->n_computed,
-                                     children[i]->n_tokens, true};
+        s->step.items[i] =
+            (rk_item){children[i], rk_look(children[i])->n_computed,
+                      rk_look(children[i])->n_tokens, true};
         p->places[i] = i;
         p->previous[i] = NAN;
     }
@@ -222,25 +223,26 @@ static rk_status make_child(rk_session *s, rk_branch **out, rk_branch *branch,
     int32_t room = s->options.step_tokens - v->n_prompt;
     rk_branch *child = NULL;
     rk_status status = RK_OK;
-    if (branch->n_tokens - branch->n_computed > (room > 1 ? room / 4 : 0)) {
+    if (rk_look(branch)->n_tokens - rk_look(branch)->n_computed >
+        (room > 1 ? room / 4 : 0)) {
         /* Evicted or never computed: worth keeping on the branch itself. */
         status = rk_session_compute(s, &branch, 1, err);
     }
     if (status == RK_OK) {
-        status = rk_tree_fork(&s->tree, &child, branch, branch->n_tokens,
-                              v->prompt, v->n_prompt, 0, err);
+        status =
+            rk_tree_fork(&s->tree, &child, branch, rk_look(branch)->n_tokens,
+                         v->prompt, v->n_prompt, 0, err);
     }
     if (status != RK_OK) {
         return status;
     }
-    child->pins++; /* others must not evict what was counted on */
-    int32_t n_tokens = child->n_tokens;
-    int32_t first = n_tokens - s->options.step_tokens;
-    if (first > child->n_computed) {
+    rk_branch_pin(child); /* others must not evict what was counted on */
+    int32_t first = rk_look(child)->n_tokens - s->options.step_tokens;
+    if (first > rk_look(child)->n_computed) {
         /* A prompt longer than a step: its head goes ahead, in chunks. */
-        child->n_tokens = first;
+        int32_t end = rk_branch_end(child, first);
         status = rk_session_compute(s, &child, 1, err);
-        child->n_tokens = n_tokens;
+        rk_branch_end(child, end);
     }
     if (status != RK_OK) {
         rk_tree_drop(&s->tree, child);
@@ -264,7 +266,7 @@ static rk_status make_children(rk_session *s, rk_branch **children,
         if (status != RK_OK) {
             return status == RK_ECAPACITY && *made > 0 ? RK_OK : status;
         }
-        rows += child->n_tokens - child->n_computed;
+        rows += rk_look(child)->n_tokens - rk_look(child)->n_computed;
         if (rows > s->options.step_tokens && *made > 0) {
             rk_tree_drop(&s->tree, child);
             break;
@@ -425,7 +427,7 @@ static rk_status check(rk_session *s, rk_branch *const *branches, int32_t n,
         if (status == RK_OK) {
             status =
                 rk_session_check_tokens(s, "prompt", v->prompt, v->n_prompt,
-                                        branches[i]->n_tokens, err);
+                                        rk_look(branches[i])->n_tokens, err);
         }
     }
     return status;
@@ -449,8 +451,9 @@ rk_status rk_session_verify(rk_session *s, rk_branch *const *branches,
     } else {
         for (int32_t i = 0; i < n; i++) {
             /* A branch that generated nothing is as sure as can be. */
-            confidence[i] =
-                isnan(branches[i]->confidence) ? 1.0 : branches[i]->confidence;
+            confidence[i] = isnan(rk_look(branches[i])->confidence)
+                                ? 1.0
+                                : rk_look(branches[i])->confidence;
             order[i] = i;
             verdicts[i] = (rk_verdict){.outcome = RK_NOT_CONTENDER,
                                        .score = NAN,

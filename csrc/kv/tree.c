@@ -17,6 +17,16 @@
 
 #include "policy/rsbcm.h"
 
+struct rk_branch {
+    rk_branch_facts facts;      /* first: rk_look */
+    rk_branch *next, *previous; /* the tree's list of live branches */
+    int32_t *tokens, *blocks;   /* owned; facts has them, too */
+    int32_t tokens_capacity, blocks_capacity;
+    int32_t n_published; /* leading blocks that the index knows */
+    uint64_t last_use;   /* session's step counter */
+    rk_probe_memory memory;
+};
+
 /* Grow *array of int32 to hold n entries, by doubling. */
 static rk_status grow(int32_t **array, int32_t *capacity, int32_t n,
                       rk_error *err)
@@ -35,6 +45,20 @@ static rk_status grow(int32_t **array, int32_t *capacity, int32_t n,
     *array = grown;
     *capacity = (int32_t)wanted;
     return RK_OK;
+}
+
+static rk_status grow_tokens(rk_branch *branch, int32_t n, rk_error *err)
+{
+    rk_status status = grow(&branch->tokens, &branch->tokens_capacity, n, err);
+    branch->facts.tokens = branch->tokens;
+    return status;
+}
+
+static rk_status grow_blocks(rk_branch *branch, int32_t n, rk_error *err)
+{
+    rk_status status = grow(&branch->blocks, &branch->blocks_capacity, n, err);
+    branch->facts.blocks = branch->blocks;
+    return status;
 }
 
 /* memcpy that takes NULL where there is nothing to copy. */
@@ -73,18 +97,18 @@ static rk_branch *branch_new(int32_t n_tokens, int32_t n_blocks, rk_error *err)
         rk_fail(err, RK_ENOMEM, "no memory for a branch");
         return NULL;
     }
-    if (grow(&branch->tokens, &branch->tokens_capacity, n_tokens, err) ||
-        grow(&branch->blocks, &branch->blocks_capacity, n_blocks, err)) {
+    if (grow_tokens(branch, n_tokens, err) ||
+        grow_blocks(branch, n_blocks, err)) {
         branch_free(branch);
         return NULL;
     }
-    branch->score = branch->confidence = NAN;
+    branch->facts.score = branch->facts.confidence = NAN;
     return branch;
 }
 
 static void tree_link(rk_tree *tree, rk_branch *branch)
 {
-    branch->id = ++tree->next_id;
+    branch->facts.id = ++tree->next_id;
     branch->next = tree->first;
     if (tree->first != NULL) {
         tree->first->previous = branch;
@@ -142,7 +166,7 @@ rk_status rk_tree_add(rk_tree *tree, rk_branch **out, const int32_t *tokens,
         return RK_ENOMEM;
     }
     copy(branch->tokens, tokens, n_tokens);
-    branch->n_tokens = branch->n_prompt = n_tokens;
+    branch->facts.n_tokens = branch->facts.n_prompt = n_tokens;
     tree_link(tree, branch);
     *n_reused = rk_tree_revive(tree, branch);
     *out = branch;
@@ -158,28 +182,29 @@ rk_status rk_tree_fork(rk_tree *tree, rk_branch **out, rk_branch *parent,
     if (status != RK_OK) {
         return status;
     }
-    int32_t n_shared = at < parent->n_computed ? at : parent->n_computed;
+    int32_t n_shared =
+        at < parent->facts.n_computed ? at : parent->facts.n_computed;
     int32_t n_blocks = rk_tree_blocks_of(tree, n_shared);
     rk_branch *child = branch_new(at + n_suffix, n_blocks, err);
     if (child == NULL) {
         return RK_ENOMEM;
     }
-    copy(child->tokens, parent->tokens, at);
+    copy(child->tokens, parent->facts.tokens, at);
     copy(child->tokens + at, suffix, n_suffix);
-    child->n_tokens = child->n_prompt = at + n_suffix;
-    child->n_computed = child->n_ever = n_shared;
+    child->facts.n_tokens = child->facts.n_prompt = at + n_suffix;
+    child->facts.n_computed = child->facts.n_ever = n_shared;
     for (int32_t i = 0; i < n_blocks; i++) {
-        child->blocks[i] = parent->blocks[i];
-        rk_kv_ref(tree->kv, child->blocks[i]);
+        child->blocks[i] = parent->facts.blocks[i];
+        rk_kv_ref(tree->kv, child->facts.blocks[i]);
     }
     int32_t n_full = n_shared / tree->block_tokens;
-    child->n_blocks = n_blocks;
+    child->facts.n_blocks = n_blocks;
     child->n_published =
         n_full < parent->n_published ? n_full : parent->n_published;
-    child->parent_id = parent->id;
-    child->depth = parent->depth + 1;
-    child->stream = mix(parent->stream ^ mix((uint64_t)ordinal));
-    child->approximate = parent->approximate;
+    child->facts.parent_id = parent->facts.id;
+    child->facts.depth = parent->facts.depth + 1;
+    child->facts.stream = mix(parent->facts.stream ^ mix((uint64_t)ordinal));
+    child->facts.approximate = parent->facts.approximate;
     child->last_use = parent->last_use;
     tree_link(tree, child);
     *out = child;
@@ -206,48 +231,137 @@ void rk_tree_drop(rk_tree *tree, rk_branch *branch)
 rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
                            int32_t n_tokens, rk_error *err)
 {
-    if (n_tokens > INT32_MAX - branch->n_tokens) {
+    if (n_tokens > INT32_MAX - branch->facts.n_tokens) {
         return rk_fail(err, RK_EVALUE, "tokens: too many for one branch");
     }
-    rk_status status = grow(&branch->tokens, &branch->tokens_capacity,
-                            branch->n_tokens + n_tokens, err);
+    rk_status status =
+        grow_tokens(branch, branch->facts.n_tokens + n_tokens, err);
     if (status == RK_OK) {
-        copy(branch->tokens + branch->n_tokens, tokens, n_tokens);
-        branch->n_tokens += n_tokens;
+        copy(branch->tokens + branch->facts.n_tokens, tokens, n_tokens);
+        branch->facts.n_tokens += n_tokens;
     }
     return status;
 }
 
 void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens)
 {
-    if (n_tokens >= branch->n_tokens) {
+    if (n_tokens >= branch->facts.n_tokens) {
         return; /* it is that short already */
     }
-    if (n_tokens < branch->n_computed) {
+    if (n_tokens < branch->facts.n_computed) {
         rk_tree_release(tree, branch, n_tokens);
     }
-    branch->n_tokens = n_tokens;
-    if (branch->n_ever > n_tokens) {
-        branch->n_ever = n_tokens;
+    branch->facts.n_tokens = n_tokens;
+    if (branch->facts.n_ever > n_tokens) {
+        branch->facts.n_ever = n_tokens;
     }
     if (branch->memory.end > n_tokens) {
-        free(branch->memory.means);
-        branch->memory = (rk_probe_memory){0};
+        rk_branch_remember(branch, (rk_probe_memory){0});
     }
+}
+
+int32_t rk_branch_end(rk_branch *branch, int32_t n_tokens)
+{
+    int32_t was = branch->facts.n_tokens;
+    branch->facts.n_tokens = n_tokens;
+    return was;
+}
+
+/* ---- notes --------------------------------------------------------------- */
+
+void rk_branch_pin(rk_branch *branch)
+{
+    branch->facts.pins++;
+}
+
+void rk_branch_unpin(rk_branch *branch)
+{
+    branch->facts.pins--;
+}
+
+void rk_branch_use(rk_branch *branch, uint64_t clock)
+{
+    branch->last_use = clock;
+}
+
+void rk_branch_submit(rk_branch *branch, uint64_t request)
+{
+    branch->facts.busy = true;
+    branch->facts.request = request;
+    branch->facts.n_requests++;
+}
+
+void rk_branch_retire(rk_branch *branch)
+{
+    branch->facts.busy = false;
+}
+
+void rk_branch_unname(rk_branch *branch)
+{
+    branch->facts.n_requests--;
+}
+
+void rk_branch_set_score(rk_branch *branch, double score)
+{
+    branch->facts.score = score;
+}
+
+void rk_branch_set_confidence(rk_branch *branch, double confidence)
+{
+    branch->facts.confidence = confidence;
+}
+
+void rk_branch_set_stream(rk_branch *branch, uint64_t stream)
+{
+    branch->facts.stream = stream;
+}
+
+void rk_branch_set_approximate(rk_branch *branch)
+{
+    branch->facts.approximate = true;
+}
+
+void rk_branch_set_prompt(rk_branch *branch)
+{
+    branch->facts.n_prompt = branch->facts.n_tokens;
+}
+
+void rk_branch_remember(rk_branch *branch, rk_probe_memory memory)
+{
+    free(branch->memory.means);
+    branch->memory = memory;
+}
+
+const rk_probe_memory *rk_branch_memory(const rk_branch *branch)
+{
+    return &branch->memory;
 }
 
 /* ---- blocks -------------------------------------------------------------- */
 
+void rk_branch_stage(rk_branch *branch, int32_t position)
+{
+    branch->facts.n_computed = position;
+}
+
+void rk_tree_forget(rk_tree *tree)
+{
+    for (rk_branch *b = tree->first; b != NULL; b = b->next) {
+        rk_tree_release(tree, b, 0);
+        rk_branch_remember(b, (rk_probe_memory){0});
+    }
+}
+
 void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed)
 {
     int32_t keep = rk_tree_blocks_of(tree, n_computed);
-    while (branch->n_blocks > keep) {
-        rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
+    while (branch->facts.n_blocks > keep) {
+        rk_kv_unref(tree->kv, branch->facts.blocks[--branch->facts.n_blocks]);
     }
-    if (branch->n_computed > n_computed) {
-        branch->n_computed = n_computed;
+    if (branch->facts.n_computed > n_computed) {
+        branch->facts.n_computed = n_computed;
     }
-    int32_t n_full = branch->n_computed / tree->block_tokens;
+    int32_t n_full = branch->facts.n_computed / tree->block_tokens;
     if (branch->n_published > n_full) {
         branch->n_published = n_full;
     }
@@ -256,29 +370,29 @@ void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed)
 int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
 {
     /* The last token is always computed: its row gives the distribution. */
-    int32_t limit = (branch->n_tokens - 1) / tree->block_tokens;
-    int32_t have = branch->n_computed / tree->block_tokens;
+    int32_t limit = (branch->facts.n_tokens - 1) / tree->block_tokens;
+    int32_t have = branch->facts.n_computed / tree->block_tokens;
     rk_error ignored;
     if (!tree->indexed || limit <= have ||
-        grow(&branch->blocks, &branch->blocks_capacity, limit, &ignored) !=
-            RK_OK) {
+        grow_blocks(branch, limit, &ignored) != RK_OK) {
         return 0;
     }
-    int32_t found =
-        rk_kv_lookup(tree->kv, branch->tokens, branch->n_tokens, limit);
+    int32_t found = rk_kv_lookup(tree->kv, branch->facts.tokens,
+                                 branch->facts.n_tokens, limit);
     if (found <= have) {
         return 0;
     }
-    int32_t before = branch->n_computed;
+    int32_t before = branch->facts.n_computed;
     rk_tree_release(tree, branch, 0);
-    branch->n_blocks = rk_kv_match(tree->kv, branch->tokens, branch->n_tokens,
-                                   branch->blocks, limit);
-    branch->n_published = branch->n_blocks;
-    branch->n_computed = branch->n_blocks * tree->block_tokens;
-    if (branch->n_ever < branch->n_computed) {
-        branch->n_ever = branch->n_computed;
+    branch->facts.n_blocks =
+        rk_kv_match(tree->kv, branch->facts.tokens, branch->facts.n_tokens,
+                    branch->blocks, limit);
+    branch->n_published = branch->facts.n_blocks;
+    branch->facts.n_computed = branch->facts.n_blocks * tree->block_tokens;
+    if (branch->facts.n_ever < branch->facts.n_computed) {
+        branch->facts.n_ever = branch->facts.n_computed;
     }
-    return branch->n_computed - before;
+    return branch->facts.n_computed - before;
 }
 
 /* The block that a write at n_computed falls into, when it is half-filled and
@@ -286,20 +400,21 @@ int32_t rk_tree_revive(rk_tree *tree, rk_branch *branch)
 static int32_t *foreign_tail(const rk_tree *tree, const rk_branch *branch,
                              int32_t writers)
 {
-    if (branch->n_computed % tree->block_tokens == 0) {
+    if (branch->facts.n_computed % tree->block_tokens == 0) {
         return NULL;
     }
-    int32_t *tail = &branch->blocks[branch->n_computed / tree->block_tokens];
+    int32_t *tail =
+        &branch->blocks[branch->facts.n_computed / tree->block_tokens];
     return rk_kv_writable(tree->kv, *tail, writers) ? NULL : tail;
 }
 
 int32_t rk_tree_blocks_needed(const rk_tree *tree, const rk_branch *branch,
                               int32_t n_tokens, int32_t writers)
 {
-    if (n_tokens <= branch->n_computed) {
+    if (n_tokens <= branch->facts.n_computed) {
         return 0;
     }
-    int32_t more = rk_tree_blocks_of(tree, n_tokens) - branch->n_blocks;
+    int32_t more = rk_tree_blocks_of(tree, n_tokens) - branch->facts.n_blocks;
     return (more > 0 ? more : 0) +
            (foreign_tail(tree, branch, writers) != NULL ? 1 : 0);
 }
@@ -310,8 +425,7 @@ rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
 {
     *copy_from = *copy_to = -1;
     int32_t n_blocks = rk_tree_blocks_of(tree, n_tokens);
-    rk_status status =
-        grow(&branch->blocks, &branch->blocks_capacity, n_blocks, err);
+    rk_status status = grow_blocks(branch, n_blocks, err);
     if (status != RK_OK) {
         return status;
     }
@@ -326,27 +440,27 @@ rk_status rk_tree_reserve(rk_tree *tree, rk_branch *branch, int32_t n_tokens,
         rk_kv_unref(tree->kv, *tail);
         *tail = *copy_to;
     }
-    while (branch->n_blocks < n_blocks) {
-        branch->blocks[branch->n_blocks++] = rk_kv_alloc(tree->kv);
+    while (branch->facts.n_blocks < n_blocks) {
+        branch->blocks[branch->facts.n_blocks++] = rk_kv_alloc(tree->kv);
     }
     return RK_OK;
 }
 
 void rk_tree_commit(rk_tree *tree, rk_branch *branch, int32_t n_computed)
 {
-    branch->n_computed = n_computed;
-    if (branch->n_ever < n_computed) {
-        branch->n_ever = n_computed;
+    branch->facts.n_computed = n_computed;
+    if (branch->facts.n_ever < n_computed) {
+        branch->facts.n_ever = n_computed;
     }
-    if (branch->approximate || !tree->indexed) {
+    if (branch->facts.approximate || !tree->indexed) {
         return;
     }
     int32_t n_full = n_computed / tree->block_tokens;
     for (int32_t i = branch->n_published; i < n_full; i++) {
         int32_t *block = &branch->blocks[i];
-        int32_t equal =
-            rk_kv_publish(tree->kv, i > 0 ? block[-1] : -1, *block,
-                          branch->tokens + (size_t)i * tree->block_tokens);
+        int32_t equal = rk_kv_publish(tree->kv, i > 0 ? block[-1] : -1, *block,
+                                      branch->facts.tokens +
+                                          (size_t)i * tree->block_tokens);
         if (equal != *block) { /* somebody computed the same beside us */
             rk_kv_ref(tree->kv, equal);
             rk_kv_unref(tree->kv, *block);
@@ -361,18 +475,17 @@ void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
 {
     int32_t n_blocks = rk_tree_blocks_of(tree, n_computed);
     rk_error ignored;
-    if (grow(&branch->blocks, &branch->blocks_capacity, n_blocks, &ignored) !=
-        RK_OK) {
+    if (grow_blocks(branch, n_blocks, &ignored) != RK_OK) {
         return; /* it computes its own when it is needed */
     }
     for (int32_t i = 0; i < n_blocks; i++) {
-        rk_kv_ref(tree->kv, leader->blocks[i]);
+        rk_kv_ref(tree->kv, leader->facts.blocks[i]);
     }
-    while (branch->n_blocks > 0) {
-        rk_kv_unref(tree->kv, branch->blocks[--branch->n_blocks]);
+    while (branch->facts.n_blocks > 0) {
+        rk_kv_unref(tree->kv, branch->facts.blocks[--branch->facts.n_blocks]);
     }
-    copy(branch->blocks, leader->blocks, n_blocks);
-    branch->n_blocks = n_blocks;
+    copy(branch->blocks, leader->facts.blocks, n_blocks);
+    branch->facts.n_blocks = n_blocks;
     rk_tree_commit(tree, branch, n_computed);
 }
 
@@ -380,12 +493,12 @@ void rk_tree_follow(rk_tree *tree, rk_branch *branch, const rk_branch *leader,
 
 static bool evictable(const rk_branch *branch)
 {
-    return branch->pins == 0 && branch->n_blocks > 0;
+    return branch->facts.pins == 0 && branch->facts.n_blocks > 0;
 }
 
 static int32_t tail_block(const rk_branch *branch)
 {
-    return branch->blocks[branch->n_blocks - 1];
+    return branch->facts.blocks[branch->facts.n_blocks - 1];
 }
 
 /* The tails of all unpinned branches; a block is worth what its best branch
@@ -398,10 +511,11 @@ static int32_t tails_collect(rk_tree *tree)
             continue;
         }
         int32_t *place = &tree->tail_of[tail_block(b)];
-        double omega = rk_rsbcm_omega(b->score, b->confidence, b->depth);
+        double omega =
+            rk_rsbcm_omega(b->facts.score, b->facts.confidence, b->facts.depth);
         if (*place == 0) {
             rk_candidate rank = {
-                .omega = omega, .last_use = b->last_use, .id = b->id};
+                .omega = omega, .last_use = b->last_use, .id = b->facts.id};
             tree->tails[n++] = (rk_tail){tail_block(b), 1, b, rank};
             *place = n;
             continue;
@@ -412,7 +526,7 @@ static int32_t tails_collect(rk_tree *tree)
         rank->omega = fmax(rank->omega, omega);
         rank->last_use =
             rank->last_use < b->last_use ? b->last_use : rank->last_use;
-        rank->id = rank->id > b->id ? b->id : rank->id;
+        rank->id = rank->id > b->facts.id ? b->facts.id : rank->id;
     }
     return n;
 }
@@ -435,7 +549,8 @@ static bool evict_one(rk_tree *tree)
     for (int32_t left = best != NULL ? best->n_branches : 0; left > 0;
          b = b->next) {
         if (evictable(b) && tail_block(b) == best->block) {
-            rk_tree_release(tree, b, (b->n_blocks - 1) * tree->block_tokens);
+            rk_tree_release(tree, b,
+                            (b->facts.n_blocks - 1) * tree->block_tokens);
             left--;
         }
     }
@@ -456,7 +571,7 @@ bool rk_tree_evict(rk_tree *tree, int32_t n_blocks)
 void rk_tree_yield(rk_tree *tree, const rk_branch *branch, int32_t writers)
 {
     for (rk_branch *b = tree->first; b != NULL; b = b->next) {
-        if (b->pins == 0) {
+        if (b->facts.pins == 0) {
             rk_tree_release(tree, b, 0);
         }
     }
@@ -471,8 +586,8 @@ static int32_t mark_pinned(const rk_tree *tree, bool mark)
 {
     int32_t n = 0;
     for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
-        for (int32_t i = 0; b->pins > 0 && i < b->n_blocks; i++) {
-            n += rk_kv_mark(tree->kv, b->blocks[i], mark);
+        for (int32_t i = 0; b->facts.pins > 0 && i < b->facts.n_blocks; i++) {
+            n += rk_kv_mark(tree->kv, b->facts.blocks[i], mark);
         }
     }
     return n;
@@ -486,6 +601,15 @@ int32_t rk_tree_available(const rk_tree *tree)
 
 /* ---- books --------------------------------------------------------------- */
 
+void rk_tree_count(const rk_tree *tree, int32_t *n_busy, int32_t *n_pins)
+{
+    *n_busy = *n_pins = 0;
+    for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
+        *n_busy += b->facts.busy;
+        *n_pins += b->facts.pins;
+    }
+}
+
 rk_status rk_tree_check(const rk_tree *tree, rk_error *err)
 {
     int32_t total = rk_kv_count(tree->kv).total;
@@ -498,16 +622,16 @@ rk_status rk_tree_check(const rk_tree *tree, rk_error *err)
     int32_t n_branches = 0;
     for (const rk_branch *b = tree->first; b != NULL; b = b->next) {
         n_branches++;
-        if (b->n_blocks != rk_tree_blocks_of(tree, b->n_computed) ||
-            b->n_computed > b->n_tokens ||
-            b->n_published > b->n_computed / tree->block_tokens) {
-            status = rk_fail(err, RK_ESTATE,
-                             "branch %llu: %d blocks for %d of %d tokens",
-                             (unsigned long long)b->id, (int)b->n_blocks,
-                             (int)b->n_computed, (int)b->n_tokens);
+        if (b->facts.n_blocks != rk_tree_blocks_of(tree, b->facts.n_computed) ||
+            b->facts.n_computed > b->facts.n_tokens ||
+            b->n_published > b->facts.n_computed / tree->block_tokens) {
+            status = rk_fail(
+                err, RK_ESTATE, "branch %llu: %d blocks for %d of %d tokens",
+                (unsigned long long)b->facts.id, (int)b->facts.n_blocks,
+                (int)b->facts.n_computed, (int)b->facts.n_tokens);
         }
-        for (int32_t i = 0; i < b->n_blocks; i++) {
-            refs[b->blocks[i]]++;
+        for (int32_t i = 0; i < b->facts.n_blocks; i++) {
+            refs[b->facts.blocks[i]]++;
         }
     }
     if (status == RK_OK && n_branches != tree->n_branches) {

@@ -20,21 +20,23 @@ typedef struct rk_probe_memory {
     int32_t n_layers, begin, end;
 } rk_probe_memory;
 
-typedef struct rk_branch {
-    struct rk_branch *next, *previous; /* the tree's list of live branches */
-    uint64_t id;                       /* never reused in a session */
-    uint64_t parent_id;                /* 0: none */
-    int32_t depth;                     /* forks between a root and this */
+/* A branch; what it is made of is known to tree.c alone. */
+typedef struct rk_branch rk_branch;
 
-    int32_t *tokens; /* (n_tokens,), owned */
-    int32_t n_tokens, tokens_capacity;
-    int32_t n_prompt;   /* tokens it was born with; the rest is generated */
-    int32_t n_computed; /* positions with KV, a prefix of tokens */
-    int32_t n_ever;     /* most positions computed at once: beyond n_computed
-                         * and below this means evicted */
-    int32_t *blocks;    /* block table covering n_computed, owned */
-    int32_t n_blocks, blocks_capacity;
-    int32_t n_published; /* leading blocks that the index knows */
+/* What anybody may read of one. */
+typedef struct rk_branch_facts {
+    uint64_t id;        /* never reused in a session */
+    uint64_t parent_id; /* 0: none */
+    int32_t depth;      /* forks between a root and this */
+
+    const int32_t *tokens; /* (n_tokens,) */
+    int32_t n_tokens;
+    int32_t n_prompt;      /* tokens it was born with; the rest is generated */
+    int32_t n_computed;    /* positions with KV, a prefix of tokens */
+    int32_t n_ever;        /* most positions computed at once: beyond n_computed
+                            * and below this means evicted */
+    const int32_t *blocks; /* (n_blocks,) block table covering n_computed */
+    int32_t n_blocks;
 
     uint64_t stream;    /* key of its random numbers */
     double score;       /* NaN: not verified */
@@ -44,9 +46,14 @@ typedef struct rk_branch {
     bool busy;          /* a submitted request owns its tokens */
     uint64_t request;   /* id of the newest of its requests; 0: none ever */
     int32_t n_requests; /* records that name it, of ended requests too */
-    uint64_t last_use;  /* session's step counter */
-    rk_probe_memory memory;
-} rk_branch;
+} rk_branch_facts;
+
+/* They follow every change, and last as long as the branch. A branch begins
+ * with them, so that looking costs no call. */
+static inline const rk_branch_facts *rk_look(const rk_branch *branch)
+{
+    return (const rk_branch_facts *)branch;
+}
 
 /* Eviction's scratch: the last block of some unpinned branches. */
 typedef struct rk_tail {
@@ -91,6 +98,32 @@ rk_status rk_tree_fork(rk_tree *tree, rk_branch **out, rk_branch *parent,
 
 void rk_tree_drop(rk_tree *tree, rk_branch *branch);
 
+/* ---- what is noted on a branch ------------------------------------------- */
+
+/* While it is pinned its KV is not evicted. Pins are counted. */
+void rk_branch_pin(rk_branch *branch);
+void rk_branch_unpin(rk_branch *branch);
+/* A step has read it at this time of the session's clock. */
+void rk_branch_use(rk_branch *branch, uint64_t clock);
+/* A request owns its tokens, from `submit` to `retire`; a record names it until
+ * `unname`. */
+void rk_branch_submit(rk_branch *branch, uint64_t request);
+void rk_branch_retire(rk_branch *branch);
+void rk_branch_unname(rk_branch *branch);
+/* NaN: not verified; nothing generated. */
+void rk_branch_set_score(rk_branch *branch, double score);
+void rk_branch_set_confidence(rk_branch *branch, double confidence);
+void rk_branch_set_stream(rk_branch *branch, uint64_t stream);
+/* From now on it stands for another wording: its blocks are not published. */
+void rk_branch_set_approximate(rk_branch *branch);
+/* All tokens so far are its prompt. */
+void rk_branch_set_prompt(rk_branch *branch);
+/* What a probe found, which owns means from now on; what was there goes. */
+void rk_branch_remember(rk_branch *branch, rk_probe_memory memory);
+const rk_probe_memory *rk_branch_memory(const rk_branch *branch);
+
+/* ---- tokens and KV ------------------------------------------------------- */
+
 rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
                            int32_t n_tokens, rk_error *err);
 
@@ -98,6 +131,17 @@ rk_status rk_branch_append(rk_branch *branch, const int32_t *tokens,
 void rk_tree_truncate(rk_tree *tree, rk_branch *branch, int32_t n_tokens);
 /* Forget KV from position n_computed on; the tokens stay. */
 void rk_tree_release(rk_tree *tree, rk_branch *branch, int32_t n_computed);
+
+/* Forget all KV and all that probes found. */
+void rk_tree_forget(rk_tree *tree);
+
+/* End at n_tokens for as long as a call wants, and at what this returns again:
+ * the tokens behind are kept. n_computed <= n_tokens <= the end that was. */
+int32_t rk_branch_end(rk_branch *branch, int32_t n_tokens);
+/* The next step's rows begin at `position`: below it KV is there for some
+ * layers, above it none counts. For a prompt that goes through the layers in
+ * pieces; commit or release it, or drop the branch. */
+void rk_branch_stage(rk_branch *branch, int32_t position);
 
 /* Take from the index what it knows of the tokens that are not computed;
  * returns how many positions that brought. */
@@ -138,6 +182,9 @@ void rk_tree_yield(rk_tree *tree, const rk_branch *branch, int32_t writers);
 
 /* Blocks that are free or would be if all unpinned branches gave up theirs. */
 int32_t rk_tree_available(const rk_tree *tree);
+
+/* How many branches are busy, and all pins. */
+void rk_tree_count(const rk_tree *tree, int32_t *n_busy, int32_t *n_pins);
 
 /* The books of kv agree with the branches' block tables. O(blocks). */
 rk_status rk_tree_check(const rk_tree *tree, rk_error *err);

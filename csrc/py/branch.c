@@ -38,9 +38,9 @@ branch_object *rk_branch_new(session_object *session)
 void rk_branch_bind(branch_object *self, rk_branch *branch)
 {
     self->handle->branch = branch;
-    self->id = branch->id;
-    self->parent_id = branch->parent_id;
-    self->depth = branch->depth;
+    self->id = rk_look(branch)->id;
+    self->parent_id = rk_look(branch)->parent_id;
+    self->depth = rk_look(branch)->depth;
 }
 
 static int branch_traverse(branch_object *self, visitproc visit, void *arg)
@@ -233,12 +233,12 @@ typedef enum field {
 static PyObject *branch_get(branch_object *self, void *closure)
 {
     const rk_branch *b = rk_branch_enter(self);
-    rk_branch copy;
+    rk_branch_facts copy;
 
     if (b == NULL) {
         return NULL;
     }
-    copy = *b;
+    copy = *rk_look(b);
     rk_session_leave(self->session);
     switch ((field)(intptr_t)closure) {
     case N_TOKENS:
@@ -308,7 +308,11 @@ static int branch_set_number(branch_object *self, PyObject *value,
     if (branch == NULL) {
         return -1;
     }
-    *(is_score ? &branch->score : &branch->confidence) = number;
+    if (is_score) {
+        rk_branch_set_score(branch, number);
+    } else {
+        rk_branch_set_confidence(branch, number);
+    }
     rk_session_leave(self->session);
     return 0;
 }
@@ -327,7 +331,7 @@ static int branch_set_stream(branch_object *self, PyObject *value,
     if (branch == NULL) {
         return -1;
     }
-    branch->stream = stream;
+    rk_branch_set_stream(branch, stream);
     rk_session_leave(self->session);
     return 0;
 }
@@ -446,10 +450,10 @@ static PyObject *get_tokens(branch_object *self, void *Py_UNUSED(closure))
     if (branch == NULL) {
         return NULL;
     }
-    array = rk_array_int32(branch->n_tokens, &tokens);
-    if (array != NULL && branch->n_tokens > 0) {
-        memcpy(tokens, branch->tokens,
-               (size_t)branch->n_tokens * sizeof *tokens);
+    array = rk_array_int32(rk_look(branch)->n_tokens, &tokens);
+    if (array != NULL && rk_look(branch)->n_tokens > 0) {
+        memcpy(tokens, rk_look(branch)->tokens,
+               (size_t)rk_look(branch)->n_tokens * sizeof *tokens);
     }
     rk_session_leave(self->session);
     return array;

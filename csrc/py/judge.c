@@ -243,7 +243,7 @@ static void settle(settled *all, Py_ssize_t n)
         branch_object *branch = (branch_object *)all[i].branch;
 
         if (branch->handle->branch != NULL) {
-            branch->handle->branch->score = all[i].score;
+            rk_branch_set_score(branch->handle->branch, all[i].score);
         }
         rk_kept_verdict_swap(&all[i].kept, branch);
     }
@@ -417,7 +417,7 @@ PyObject *rk_session_py_logits_at(session_object *self, PyObject *args,
     if (rk_call_enter(&call, self, &branch, 1) < 0) {
         return NULL;
     }
-    end = end < call.one->n_tokens ? end : call.one->n_tokens;
+    end = end < rk_look(call.one)->n_tokens ? end : rk_look(call.one)->n_tokens;
     begin = begin < end ? begin : end;
     array = rk_array_float32_2d(end - begin, self->vocab_size, &out);
     if (array != NULL) {

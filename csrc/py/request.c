@@ -131,8 +131,8 @@ rk_status rk_request_submit(session_object *session, request_object *request,
     }
     request->id = id;
     request->wait = wait;
-    request->n_before = branch->n_tokens;
-    request->confidence_before = branch->confidence;
+    request->n_before = rk_look(branch)->n_tokens;
+    request->confidence_before = rk_look(branch)->confidence;
     all->running[all->n++] = request;
     *(wait != NULL ? &wait->n_left : &all->n_submitted) += 1;
     return RK_OK;
@@ -233,8 +233,9 @@ void rk_request_undo(session_object *session, request_object *r, int32_t keep)
     rk_request_stop(session, r);
     /* Another thread may have gone on with a branch whose request had ended.
      */
-    untouched = r->id != 0 && !r->undone && branch != NULL && !branch->busy &&
-                branch->n_tokens == r->n_before + r->n;
+    untouched = r->id != 0 && !r->undone && branch != NULL &&
+                !rk_look(branch)->busy &&
+                rk_look(branch)->n_tokens == r->n_before + r->n;
     r->undone = true;
     r->n = keep < r->n ? keep : r->n;
     if (untouched) {
@@ -246,7 +247,8 @@ void rk_request_undo(session_object *session, request_object *r, int32_t keep)
 
 void rk_requests_forget(rk_requests *all, const rk_branch *branch)
 {
-    request_object *r = branch->busy ? find(all, branch->request) : NULL;
+    request_object *r =
+        rk_look(branch)->busy ? find(all, rk_look(branch)->request) : NULL;
 
     if (r != NULL && runs(r)) {
         cancelled(all, r);
