@@ -156,6 +156,25 @@ void rk_session_invalidate(rk_session *s)
     rk_placed_refresh(s->placed);
 }
 
+void rk_session_set_score(rk_session *s, rk_branch *branch, double score)
+{
+    (void)s;
+    rk_branch_set_score(branch, score);
+}
+
+void rk_session_set_confidence(rk_session *s, rk_branch *branch,
+                               double confidence)
+{
+    (void)s;
+    rk_branch_set_confidence(branch, confidence);
+}
+
+void rk_session_set_stream(rk_session *s, rk_branch *branch, uint64_t stream)
+{
+    (void)s;
+    rk_branch_set_stream(branch, stream);
+}
+
 /* ---- books --------------------------------------------------------------- */
 
 rk_stats rk_session_stats(const rk_session *s)

@@ -28,6 +28,14 @@ void rk_session_drop(rk_session *session, rk_branch *branch);
 /* Weights changed: all KV and the index are forgotten, tokens stay. */
 void rk_session_invalidate(rk_session *session);
 
+/* What the caller knows better; NaN: not verified, nothing generated. */
+void rk_session_set_score(rk_session *session, rk_branch *branch, double score);
+void rk_session_set_confidence(rk_session *session, rk_branch *branch,
+                               double confidence);
+/* The key of the random numbers that are drawn from now on. */
+void rk_session_set_stream(rk_session *session, rk_branch *branch,
+                           uint64_t stream);
+
 rk_stats rk_session_stats(const rk_session *session);
 
 /* Balance of the books; RK_ESTATE says what disagrees. */

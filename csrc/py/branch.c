@@ -309,9 +309,9 @@ static int branch_set_number(branch_object *self, PyObject *value,
         return -1;
     }
     if (is_score) {
-        rk_branch_set_score(branch, number);
+        rk_session_set_score(self->session->engine, branch, number);
     } else {
-        rk_branch_set_confidence(branch, number);
+        rk_session_set_confidence(self->session->engine, branch, number);
     }
     rk_session_leave(self->session);
     return 0;
@@ -331,7 +331,7 @@ static int branch_set_stream(branch_object *self, PyObject *value,
     if (branch == NULL) {
         return -1;
     }
-    rk_branch_set_stream(branch, stream);
+    rk_session_set_stream(self->session->engine, branch, stream);
     rk_session_leave(self->session);
     return 0;
 }

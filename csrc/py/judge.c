@@ -237,13 +237,14 @@ static int settled_read(settled *out, session_object *self, PyObject *verdict)
 }
 
 /* Their branches get them, and the scores. Nothing here calls Python. */
-static void settle(settled *all, Py_ssize_t n)
+static void settle(session_object *session, settled *all, Py_ssize_t n)
 {
     for (Py_ssize_t i = 0; i < n; i++) {
         branch_object *branch = (branch_object *)all[i].branch;
 
         if (branch->handle->branch != NULL) {
-            rk_branch_set_score(branch->handle->branch, all[i].score);
+            rk_session_set_score(session->engine, branch->handle->branch,
+                                 all[i].score);
         }
         rk_kept_verdict_swap(&all[i].kept, branch);
     }
@@ -271,7 +272,7 @@ int rk_session_py_set_verified(session_object *self, PyObject *verdicts,
         failed = rk_session_enter(self);
     }
     if (failed == 0) {
-        settle(all, n);
+        settle(self, all, n);
         rk_session_leave(self);
     }
     for (Py_ssize_t i = 0; i < n && all != NULL; i++) { /* or what was there */
