@@ -15,8 +15,9 @@
  * A matrix (rk_matrix.type) is of the compute type, or of a block type that the
  * backend takes. How activations meet the latter is rk_extent.rounding.
  *
- * Types: "act" is an array of the model's compute type (float32 or bf16), "in"
- * one of rk_device.input: what enters matrix products. Everything else is
+ * Types: "in" is an array of rk_device.input, what enters matrix products; "q"
+ * one of rk_device.query, what attention takes queries in. Keys and values are
+ * rk_extent.kv_type in the pool and nobody else's business. Everything else is
  * float32. Shapes are row-major and dense. Outputs come first.
  */
 #ifndef RKSC_BACKEND_H
@@ -36,8 +37,8 @@ extern "C" {
  * block_tokens] at offset p % block_tokens. A row at position p uses the keys
  * of the segment that are <= p (and inside the window, where there is one). */
 typedef struct rk_segment {
-    int32_t key_begin, key_end; /* key_begin / RK_TILE == (key_end-1) / RK_TILE
-                                 */
+    int32_t key_begin, key_end; /* both in one tile: p / RK_TILE is the same for
+                                 * all p of them */
     int32_t row_begin, row_end;
     const int32_t *blocks;
 } rk_segment;
@@ -122,7 +123,9 @@ typedef enum rk_rounding {
 
 /* Sizes known at creation; they bound all scratch memory. */
 typedef struct rk_extent {
-    rk_type compute;      /* RK_F32 or RK_BF16 */
+    rk_type compute;      /* what matrices that are not in blocks are of, and
+                           * what enters products: RK_F32 or RK_BF16 */
+    rk_type kv_type;      /* how keys and values are stored: rk_check_kv_type */
     int32_t block_tokens; /* power of two, 1 .. RK_TILE */
     int64_t n_blocks;     /* of the KV pool; committed as they are used */
     int32_t max_rows;     /* rows of a step */
@@ -179,11 +182,11 @@ typedef struct rk_ops {
                  int32_t n);
     /* Project a: in (n_rows, width) by the layer's query, key, value (+bias);
      * rotate Q and K at the rows' positions; write K and V of rows with slot
-     * >= 0 to the pool; out: act (n_rows, n_heads * head_dim) = rotated Q. */
+     * >= 0 to the pool; out: q (n_rows, n_heads * head_dim) = rotated Q. */
     void (*qkv)(rk_device *dev, void *out, const void *a, const rk_layer *layer,
                 int32_t layer_id);
     /* out: in (n_rows, n_heads * head_dim) = softmax(q k / sqrt(head_dim)) v
-     * by the plan of the batch. q: act, as qkv left it. */
+     * by the plan of the batch. q: as qkv left it. */
     void (*attention)(rk_device *dev, void *out, const void *q,
                       int32_t layer_id);
     /* out: float32 (n, w->rows) = a w^T + bias, or += when `accumulate`.
@@ -224,15 +227,38 @@ struct rk_device {
     const rk_ops *ops;
     rk_type input; /* of what enters products: compute, or float32 where that
                     * is rounded to integers */
+    rk_type query; /* of Q from qkv to attention */
 };
 
+/* Bytes of an element of `compute`, `input` or `query`. */
+static inline size_t rk_act_bytes(rk_type type)
+{
+    return type == RK_BF16 ? 2 : 4;
+}
+
+/* Bytes of the key, or the value, of one head at one position. */
+static inline size_t rk_kv_bytes(rk_type kv_type, int32_t head_dim)
+{
+    return (size_t)head_dim * (kv_type == RK_BF16 ? 2 : 4);
+}
+
 /* Bytes of one block: K and V of block_tokens positions in all layers. */
-static inline size_t rk_block_bytes(const rk_config *config, rk_type compute,
+static inline size_t rk_block_bytes(const rk_config *config, rk_type kv_type,
                                     int32_t block_tokens)
 {
     return (size_t)2 * (size_t)config->n_layers * (size_t)config->n_kv_heads *
-           (size_t)config->head_dim * (size_t)block_tokens *
-           (compute == RK_BF16 ? 2u : 4u);
+           (size_t)block_tokens * rk_kv_bytes(kv_type, config->head_dim);
+}
+
+/* The one place that refuses a type that no backend stores KV in. */
+static inline rk_status rk_check_kv_type(rk_type kv_type, rk_error *err)
+{
+    return kv_type == RK_F32 || kv_type == RK_BF16
+               ? RK_OK
+               : rk_fail(err, RK_EVALUE,
+                         "kv_type: keys and values are stored as F32 or BF16, "
+                         "not as type %d",
+                         (int)kv_type);
 }
 
 /* The sizes that every backend wants; `machine` is named where it matters. */
@@ -240,7 +266,11 @@ static inline rk_status rk_check_sizes(const char *machine, const rk_config *c,
                                        const rk_extent *e, rk_error *err)
 {
     if (e->compute != RK_F32 && e->compute != RK_BF16) {
-        return rk_fail(err, RK_EVALUE, "%s computes in F32 or BF16", machine);
+        return rk_fail(err, RK_EVALUE, "compute: %s takes F32 or BF16",
+                       machine);
+    }
+    if (rk_check_kv_type(e->kv_type, err) != RK_OK) {
+        return RK_EVALUE;
     }
     if (e->block_tokens < 1 || e->block_tokens > RK_TILE ||
         (e->block_tokens & (e->block_tokens - 1)) != 0) {

@@ -98,7 +98,7 @@ typedef struct rk_layer {
 /* Bound weights; every pointer is valid for the life of the session. */
 typedef struct rk_model {
     rk_config config;
-    rk_type compute;        /* RK_F32 or RK_BF16: activations' inputs and KV */
+    rk_type compute;        /* rk_extent.compute */
     rk_matrix embedding;    /* (vocab_size, width) */
     rk_matrix head;         /* (vocab_size, width) */
     const float *norm;      /* (width,) */

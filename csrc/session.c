@@ -39,8 +39,8 @@ static rk_status step_create(rk_session *s, rk_error *err)
 static rk_status pool_size(const rk_session *s, int32_t *n_blocks,
                            rk_error *err)
 {
-    int64_t block = (int64_t)rk_block_bytes(&s->model.config, s->model.compute,
-                                            s->options.block_tokens);
+    int64_t block = (int64_t)rk_block_bytes(
+        &s->model.config, s->options.kv_type, s->options.block_tokens);
     int64_t n = s->options.kv_bytes / block;
     if (n < 1) {
         return rk_fail(err, RK_EVALUE,
@@ -67,7 +67,7 @@ static rk_status check_options(const rk_options *o, rk_error *err)
         return rk_fail(err, RK_EVALUE, "n_threads: %d is not in 1 .. 1024",
                        (int)o->n_threads);
     }
-    return RK_OK;
+    return rk_check_kv_type(o->kv_type, err);
 }
 
 rk_status rk_session_create(rk_session **out, const rk_model *model,
@@ -91,6 +91,7 @@ rk_status rk_session_create(rk_session **out, const rk_model *model,
     }
     rk_extent extent = {
         .compute = model->compute,
+        .kv_type = options->kv_type,
         .block_tokens = options->block_tokens,
         .n_blocks = n_blocks,
         .max_rows = options->step_tokens,
@@ -182,7 +183,7 @@ rk_stats rk_session_stats(const rk_session *s)
     rk_stats stats = s->stats;
     stats.blocks = rk_kv_count(s->kv);
     stats.block_bytes = (int64_t)rk_block_bytes(
-        &s->model.config, s->model.compute, s->options.block_tokens);
+        &s->model.config, s->options.kv_type, s->options.block_tokens);
     stats.block_tokens = s->options.block_tokens;
     stats.n_branches = s->tree.n_branches;
     stats.evictions = s->tree.evictions;

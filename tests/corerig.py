@@ -47,6 +47,7 @@ class Options(c.Structure):
         ("isa", c.c_int),
         ("n_threads", c.c_int32),
         ("kv_bytes", c.c_int64),
+        ("kv_type", c.c_int),
         ("block_tokens", c.c_int32),
         ("step_tokens", c.c_int32),
         ("rounding", c.c_int),
@@ -259,8 +260,9 @@ def make_model(seed: int = 0, broken: bool = False) -> Tiny:
 MODEL = make_model()
 
 
-def block_bytes(block_tokens: int) -> int:
-    return 2 * LAYERS * KV_HEADS * HEAD_DIM * block_tokens * 4
+def block_bytes(block_tokens: int, kv_type: int = N.RK_F32) -> int:
+    item = 2 if kv_type == N.RK_BF16 else 4
+    return 2 * LAYERS * KV_HEADS * HEAD_DIM * block_tokens * item
 
 
 # ---- a session ---------------------------------------------------------------------------------
@@ -331,6 +333,7 @@ class Core:
         isa: int | None = None,
         hash_bits: int = 64,
         model: Tiny = MODEL,
+        kv_type: int = N.RK_F32,
     ) -> None:
         self.lib = N.load()
         self.lib.rk_session_stats.restype = Stats
@@ -345,7 +348,8 @@ class Core:
             None,
             self.lib.rk_isa_best() if isa is None else isa,
             1,
-            blocks * block_bytes(block_tokens),
+            blocks * block_bytes(block_tokens, kv_type),
+            kv_type,
             block_tokens,
             step_tokens,
             False,

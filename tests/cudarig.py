@@ -142,6 +142,11 @@ class CudaRig(native.Device):
     def act_out(self, shape: tuple[int, ...]) -> Output:
         return Output(self, shape, self._act, None)
 
+    def query_out(self, shape: tuple[int, ...]) -> Output:
+        """Of what qkv gives and attention takes."""
+        dtype = np.uint16 if self.extent.kv_type == RK_BF16 else np.float32
+        return Output(self, shape, dtype, None)
+
     def weights(self, data: Array, bias: Array | None = None, dtype: int | None = None) -> Any:
         """rk_matrix on the device."""
         made = matrix(data, None, dtype)

@@ -252,6 +252,7 @@ class Extent(c.Structure):
 
     _fields_ = [
         ("compute", c.c_int),
+        ("kv_type", c.c_int),
         ("block_tokens", c.c_int32),
         ("n_blocks", c.c_int64),
         ("max_rows", c.c_int32),
@@ -299,7 +300,7 @@ class Ops(c.Structure):
 class DeviceHead(c.Structure):
     """rk_device: every device begins with its table."""
 
-    _fields_ = [("ops", c.POINTER(Ops)), ("input", c.c_int)]
+    _fields_ = [("ops", c.POINTER(Ops)), ("input", c.c_int), ("query", c.c_int)]
 
 
 class IntegerProduct(c.Structure):

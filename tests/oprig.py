@@ -109,6 +109,7 @@ class Shape:
     max_rows: int = 256
     max_outputs: int = 16
     rounding: int = native.RK_ROUND_ACT
+    kv_type: int | None = None  # None: as `compute`
     rope_interleaved: bool = False
     window: int = 0
     window_from: int = 0
@@ -125,7 +126,10 @@ def describe(shape: Shape, compute: int) -> tuple[native.Config, native.Extent, 
     config.norm_eps, config.max_positions = 1e-5, 1 << 20
     config.inv_freq = freq.ctypes.data
     names = ["block_tokens", "n_blocks", "max_rows", "max_outputs", "rounding"]
-    extent = native.Extent(compute=compute, **{n: getattr(shape, n) for n in names})
+    kv_type = compute if shape.kv_type is None else shape.kv_type
+    extent = native.Extent(
+        compute=compute, kv_type=kv_type, **{n: getattr(shape, n) for n in names}
+    )
     return config, extent, freq
 
 

@@ -736,6 +736,36 @@ def test_nothing_to_do() -> None:
         core.check()
 
 
+@pytest.mark.parametrize("block_tokens", [1, 4])
+def test_keys_and_values_of_another_type_than_products(block_tokens: int) -> None:
+    """bf16 KV in a float32 session: half the bytes of a block, results near those of float32, and
+    still the same bits after a fork, a copied block and an eviction as alone."""
+
+    def logits(kv_type: int, *text: int) -> Any:
+        with Core(kv_type=kv_type, block_tokens=block_tokens) as core:
+            return core.logits(core.prefill(text))
+
+    half = Core(kv_type=N.RK_BF16, blocks=16 // block_tokens, block_tokens=block_tokens)
+    with half as core:
+        assert core.stats().block_bytes == rig.block_bytes(block_tokens) // 2
+        root = core.prefill(PROMPT)
+        kids = core.fork(root, [[1, 2], [3]])
+        for kid, tail in zip(kids, ((1, 2), (3,)), strict=True):
+            assert core.logits(kid).tobytes() == logits(N.RK_BF16, *PROMPT, *tail).tobytes()
+        core.prefill([11] * 13)
+        assert core.stats().evictions > 0
+        assert core.logits(root).tobytes() == logits(N.RK_BF16, *PROMPT).tobytes()
+        core.check()
+    near, exact = logits(N.RK_BF16, *PROMPT), logits(N.RK_F32, *PROMPT)
+    assert 0 < np.abs(near - exact).max() < 2e-2 * np.abs(exact).max()
+
+
+def test_a_type_that_keys_and_values_are_not_stored_in() -> None:
+    for kv_type in (N.RK_F16, 7, -1):
+        with pytest.raises(Failure, match=r"^EVALUE: kv_type: .* F32 or BF16"):
+            Core(kv_type=kv_type)
+
+
 @pytest.mark.parametrize("pool_mean", [True, False])
 @pytest.mark.parametrize("layers", [1, rig.LAYERS])
 @pytest.mark.parametrize(

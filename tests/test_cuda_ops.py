@@ -384,7 +384,7 @@ class DeviceCache(Cache):
     def write(self, rig: CudaRig, plan: Plan, layer: int = 1) -> Output:
         """qkv alone; rotated Q."""
         a = self.inputs(plan.rows)
-        q = rig.act_out((len(a), self.shape.n_heads * self.shape.head_dim))
+        q = rig.query_out((len(a), self.shape.n_heads * self.shape.head_dim))
         rig.start(plan)
         rig.qkv(q.address, rig.put(a), c.byref(layer_on(rig, self._weights, None)), layer)
         return q
@@ -571,6 +571,32 @@ def test_blocks_beyond_2_to_31_elements(compute: int) -> None:
         cache.facts.update({(0, p): cache.fact(last, p) for p in range(5)})
         again = [Row([0], 4, write=False)]
         cache.check(cache.run(rig, Plan(again, 256), 3)[0], again[0])
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 4, 6, 7])
+@pytest.mark.parametrize("kv_type", TYPES, ids=["kv-f32", "kv-bf16"])
+def test_attention_follows_kv_type(kv_type: int, index: int) -> None:
+    """Whatever products are computed in: the same bits, rounded to what enters the next one.
+    Results that go out at once, and results that are merged from partials."""
+    results = {}
+    for compute in TYPES:
+        rng = np.random.default_rng(index)  # the same numbers, which either type holds
+        shape = Shape(**{**vars(SHAPES[index]), "kv_type": kv_type})
+        bt = shape.block_tokens
+        cache, table = DeviceCache(rng, shape, compute), list(range(-(-60 // bt)))
+        for row in written(table, 60):
+            number = value(act(rng.standard_normal(shape.width), RK_BF16))
+            cache.facts[table[row.position // bt], row.position % bt] = act(number, compute)
+        rows = written(table, 60)
+        with CudaRig(shape, compute) as rig:
+            rig.poison()
+            first = cache.run(rig, Plan(rows, bt))
+            parts = cache.run(rig, Plan(rows[-9:], bt, "rows", rng=np.random.default_rng(1)))
+            results[compute] = np.concatenate([first, parts])
+        cache.compute = max(compute, kv_type)  # what the bound of `check` looks at
+        for row, got in zip(rows, first, strict=True):
+            cache.check(got, row)
+    assert np.array_equal(act(results[RK_F32], RK_BF16), results[RK_BF16])
 
 
 def test_kv_copy(compute: int) -> None:

@@ -340,7 +340,7 @@ class Cache:
         """qkv then attention: (rows, n_heads * head_dim) in the compute type."""
         a = self.inputs(plan.rows)
         shape = (len(a), self.shape.n_heads * self.shape.head_dim)
-        q, out = act_output(shape, self.compute), act_output(shape, self.compute)
+        q, out = act_output(shape, rig.extent.kv_type), act_output(shape, self.compute)
         rig.begin(c.byref(plan.batch))
         rig.qkv(q.address, a.ctypes.data, c.byref(self.layer), layer)
         q.get()
@@ -465,6 +465,40 @@ def test_attention_same_bits(kind: tuple[int, int], head_dim: int, group: int, w
         if reference is None:
             reference = result
         assert np.array_equal(result, reference), (bt, n_threads, cut, chunk)
+
+
+@pytest.mark.parametrize("index", range(len(ATTENTION_SHAPES)))
+@pytest.mark.parametrize("kv_type", TYPES, ids=["kv-f32", "kv-bf16"])
+@pytest.mark.parametrize("isa", ISAS, ids=[native.ISAS[isa] for isa in ISAS])
+def test_attention_follows_kv_type(isa: int, kv_type: int, index: int) -> None:
+    """Whatever products are computed in: the same bits, rounded to what enters the next one. A
+    block is copied whole, and its neighbours stay as they were."""
+    results = {}
+    for compute in TYPES:
+        rng = np.random.default_rng(index)  # the same numbers, which either type holds
+        shape = Shape(**{**vars(ATTENTION_SHAPES[index]), "kv_type": kv_type})
+        bt, own = shape.block_tokens, [5, 17]
+        shared = 280 // bt * bt
+        cache = Cache(rng, shape, compute)
+        tables = tree(rng, shape, shared, own)
+        branch = [Row(t, shared + p) for t, n in zip(tables, own, strict=True) for p in range(n)]
+        trunk = written(tables[0], shared)
+        for row in trunk + branch:
+            number = value(act(rng.standard_normal(shape.width), RK_BF16))
+            cache.facts[row.table[row.position // bt], row.position % bt] = act(number, compute)
+        with Rig(shape, compute, isa, 2) as rig:
+            rig.poison()
+            for begin in range(0, len(trunk), 100):
+                cache.run(rig, Plan(trunk[begin : begin + 100], bt))
+            results[compute] = cache.run(rig, Plan(branch, bt))
+            spare = next(b for b in range(shape.n_blocks) if b not in tables[0] + tables[1])
+            copied = Row([*tables[1][:-1], spare], branch[-1].position, write=False)
+            cache.facts[spare, copied.position % bt] = cache.inputs(branch[-1:])[0]
+            rig.kv_copy(spare, tables[1][-1])
+            again = cache.run(rig, Plan([copied, Row(tables[0], shared + 4, write=False)], bt))
+            assert np.array_equal(again, results[compute][[-1, 4]])
+    assert np.array_equal(act(results[RK_F32], RK_BF16), results[RK_BF16])
+    close(results[RK_F32], np.stack([cache.want(row) for row in branch]), 1e-4)
 
 
 def test_kv_copy(kind: tuple[int, int]) -> None:
@@ -696,6 +730,12 @@ def test_default_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_create_refuses(field: str, bad: int) -> None:
     with pytest.raises(RuntimeError, match=r"EVALUE|ENOMEM"):
         Rig(Shape(**dict[str, Any]({field: bad})), RK_F32, 0)
+
+
+@pytest.mark.parametrize("bad", [native.RK_F16, 7, -1])
+def test_create_refuses_a_kv_type(bad: int) -> None:
+    with pytest.raises(RuntimeError, match=r"^EVALUE: kv_type: .* F32 or BF16"):
+        Rig(Shape(kv_type=bad), RK_F32, 0)
 
 
 def test_create_needs_address_space() -> None:

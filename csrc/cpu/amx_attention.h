@@ -21,8 +21,7 @@ static int32_t round_up(int32_t n, int32_t to)
     return (n + to - 1) / to * to;
 }
 
-/* ---- scores
- * -------------------------------------------------------------------- */
+/* ---- scores -------------------------------------------------------------- */
 
 /* A row of q, padded with zeros to whole steps of DEPTH. */
 static size_t tile_query_bytes(int32_t head_dim)
@@ -30,7 +29,7 @@ static size_t tile_query_bytes(int32_t head_dim)
     return (size_t)round_up(head_dim, DEPTH) * 2;
 }
 
-static void tile_query(void *out, const void *q, int32_t head_dim)
+static void tile_load_query(void *out, const void *q, int32_t head_dim)
 {
     memset(out, 0, tile_query_bytes(head_dim));
     memcpy(out, q, (size_t)head_dim * 2);
@@ -230,8 +229,7 @@ static void tile_softmax(float *scores, cpu_partial *part, const cpu_span *use,
     }
 }
 
-/* ---- values
- * --------------------------------------------------------------------- */
+/* ---- values -------------------------------------------------------------- */
 
 static int32_t tile_acc_stride(int32_t head_dim)
 {
@@ -240,17 +238,20 @@ static int32_t tile_acc_stride(int32_t head_dim)
 
 /* One row of V into its block. */
 static void tile_store_value(void *block, int32_t offset, int32_t block_tokens,
-                             const void *act, int32_t head_dim)
+                             const float *x, int32_t head_dim)
 {
-    uint16_t *to = block;
-    const uint16_t *from = act;
+    uint16_t *to = block, part[PART];
     if (block_tokens == 1) {
-        memcpy(to, from, (size_t)head_dim * 2);
+        row_convert_bf16(to, x, head_dim);
         return;
     }
     to += (offset & ~1) * head_dim + (offset & 1);
-    for (int32_t d = 0; d < head_dim; d++) {
-        to[2 * d] = from[d];
+    for (int32_t from = 0; from < head_dim; from += PART) {
+        const int32_t n = at_most(head_dim - from, PART);
+        row_convert_bf16(part, x + from, n);
+        for (int32_t i = 0; i < n; i++, to += 2) {
+            *to = part[i];
+        }
     }
 }
 
@@ -382,8 +383,7 @@ static void gather_values(char *values, int32_t stride, const cpu_run *run,
     BARRIER();
 }
 
-/* ---- all of it
- * ------------------------------------------------------------------ */
+/* ---- all of it ----------------------------------------------------------- */
 
 #define SCORE_BYTES (PASS_PAIRS * PAIR_BYTES)
 
@@ -433,19 +433,15 @@ static void tile_attend(const cpu_run *run)
     _tile_release();
 }
 
-static void tile_finish(void *out, const float *acc, const cpu_partial *all,
-                        int32_t head_dim)
-{
-    const vf by = vf_set1(1.0f / all->sum);
-    const int32_t n = head_dim;
-    FOR_LANES(n)
-    {
-        STORE_bf16(out, vf_mul(LOAD(acc), by));
-    }
-}
-
-static void tile_finish_wide(float *out, const float *acc,
-                             const cpu_partial *all, int32_t head_dim)
-{
-    finish_f32(out, acc, all, head_dim);
-}
+static const cpu_attention_kernels attention_bf16 = {
+    .query = RK_BF16,
+    .store_key = store_key_bf16,
+    .store_value = tile_store_value,
+    .acc_stride = tile_acc_stride,
+    .query_bytes = tile_query_bytes,
+    .load_query = tile_load_query,
+    .attend = tile_attend,
+    .attend_bytes = tile_attend_bytes,
+    .finish_f32 = finish_plain_f32,
+    .finish_bf16 = finish_plain_bf16,
+};

@@ -40,7 +40,7 @@ typedef struct workspace {
 /* Whether one kernel does all for runs of rows. */
 static bool by_runs(const cpu_device *dev)
 {
-    return dev->bf16 && dev->kernels->attend != NULL;
+    return dev->attention->attend != NULL;
 }
 
 static int32_t max_pairs(const cpu_device *dev)
@@ -64,11 +64,11 @@ static size_t lay_out(const cpu_device *dev, char *at, workspace *ws)
     const size_t acc_bytes = pairs * (size_t)dev->acc_stride * sizeof(float);
     const size_t part_bytes = pairs * sizeof(cpu_partial);
     const size_t q_bytes =
-        pairs * dev->kernels->query_bytes[dev->bf16](dev->config.head_dim);
+        pairs * dev->attention->query_bytes(dev->config.head_dim);
     size_t size = 0;
     if (by_runs(dev)) {
         ws->attend = at;
-        size += carve(&at, dev->kernels->attend_bytes(dev->config.head_dim));
+        size += carve(&at, dev->attention->attend_bytes(dev->config.head_dim));
     } else {
         ws->scores = (float *)at;
         size += carve(&at, pairs * RK_TILE * sizeof(float));
@@ -100,8 +100,7 @@ static void no_keys(cpu_partial *part, int32_t n)
     }
 }
 
-/* ---- one tile ---------------------------------------------------------------
- */
+/* ---- one tile ------------------------------------------------------------ */
 
 /* Keys of [begin, end) that the row at `position` uses. */
 static cpu_span row_keys(const attention_job *job, int32_t row, int32_t begin,
@@ -135,13 +134,10 @@ static cpu_keys keys_of(const attention_job *job, const rk_segment *segment,
                         int32_t kv_head)
 {
     const cpu_device *dev = job->dev;
-    const int64_t head_bytes =
-        (int64_t)((size_t)dev->config.head_dim * dev->act_bytes)
-        << dev->block_shift;
     const char *layer = dev->kv + job->layer_id * dev->layer_bytes;
     return (cpu_keys){
-        .k = layer + kv_head * head_bytes,
-        .v = layer + (dev->config.n_kv_heads + kv_head) * head_bytes,
+        .k = layer + kv_head * dev->head_bytes,
+        .v = layer + (dev->config.n_kv_heads + kv_head) * dev->head_bytes,
         .block_bytes = dev->block_bytes,
         .blocks = segment->blocks,
         .block_shift = dev->block_shift,
@@ -171,22 +167,20 @@ static void add_values(const attention_job *job, const workspace *ws,
     for (int32_t i = 0; i < n; i++) {
         int32_t end = any ? common.lo : own[i].hi;
         if (own[i].lo < end) {
-            dev->kernels->values[dev->bf16](
-                acc + (int64_t)i * group * dev->acc_stride,
-                p + (int64_t)i * group * RK_TILE, keys, own[i].lo, end, group);
+            dev->attention->values(acc + (int64_t)i * group * dev->acc_stride,
+                                   p + (int64_t)i * group * RK_TILE, keys,
+                                   own[i].lo, end, group);
         }
     }
     if (!any) {
         return;
     }
-    dev->kernels->values[dev->bf16](acc, p, keys, common.lo, common.hi,
-                                    n * group);
+    dev->attention->values(acc, p, keys, common.lo, common.hi, n * group);
     for (int32_t i = 0; i < n; i++) {
         if (common.hi < own[i].hi) {
-            dev->kernels->values[dev->bf16](acc + (int64_t)i * group *
-                                                      dev->acc_stride,
-                                            p + (int64_t)i * group * RK_TILE,
-                                            keys, common.hi, own[i].hi, group);
+            dev->attention->values(acc + (int64_t)i * group * dev->acc_stride,
+                                   p + (int64_t)i * group * RK_TILE, keys,
+                                   common.hi, own[i].hi, group);
         }
     }
 }
@@ -257,7 +251,7 @@ static void attend_runs(const attention_job *job, const workspace *ws,
         const cpu_run run = {
             .acc = ws->acc + pair * dev->acc_stride,
             .part = ws->part + pair,
-            .q = ws->q + pair * (int64_t)dev->kernels->query_bytes[1](head_dim),
+            .q = ws->q + pair * (int64_t)dev->attention->query_bytes(head_dim),
             .use = slots + i,
             .pieces = pieces,
             .n_pieces = n,
@@ -267,7 +261,7 @@ static void attend_runs(const attention_job *job, const workspace *ws,
             .scratch = ws->attend,
         };
         if (n > 0) {
-            dev->kernels->attend(&run);
+            dev->attention->attend(&run);
         } else {
             no_keys(run.part, run.n_rows * run.group);
         }
@@ -280,7 +274,7 @@ static void attend_tile(const attention_job *job, const workspace *ws,
                         const cpu_tile *tile, int32_t kv_head)
 {
     const cpu_device *dev = job->dev;
-    const cpu_kernels *kernels = dev->kernels;
+    const cpu_attention_kernels *kernels = dev->attention;
     const rk_chunk *chunk = &dev->batch.chunks[tile->chunk];
     if (by_runs(dev)) {
         attend_runs(job, ws, chunk, tile, kv_head);
@@ -289,7 +283,7 @@ static void attend_tile(const attention_job *job, const workspace *ws,
     const rk_segment *segments = dev->batch.segments;
     const int32_t group = dev->group, head_dim = dev->config.head_dim;
     const int32_t n_rows = chunk->row_end - chunk->row_begin;
-    const size_t q_bytes = kernels->query_bytes[dev->bf16](head_dim);
+    const size_t q_bytes = kernels->query_bytes(head_dim);
     const int32_t tile_begin =
         segments[tile->segment_begin].key_begin / RK_TILE * RK_TILE;
     for (int32_t s = tile->segment_begin; s < tile->segment_end; s++) {
@@ -299,7 +293,7 @@ static void attend_tile(const attention_job *job, const workspace *ws,
             int64_t pair =
                 (int64_t)(segments[s].row_begin - chunk->row_begin) * group;
             cpu_keys keys = keys_of(job, &segments[s], kv_head);
-            kernels->scores[dev->bf16](
+            kernels->scores(
                 ws->scores + pair * RK_TILE, ws->q + pair * (int64_t)q_bytes,
                 &keys, use.lo, use.hi,
                 (segments[s].row_end - segments[s].row_begin) * group);
@@ -311,7 +305,7 @@ static void attend_tile(const attention_job *job, const workspace *ws,
         no_keys(ws->part + i * group, group);
         for (int32_t j = i * group; j < (i + 1) * group; j++) {
             if (s.lo < s.hi) {
-                ws->part[j] = kernels->softmax[dev->bf16](
+                ws->part[j] = kernels->softmax(
                     ws->scores + (int64_t)j * RK_TILE, s.lo - tile_begin,
                     s.hi - tile_begin, job->scale);
             }
@@ -320,23 +314,22 @@ static void attend_tile(const attention_job *job, const workspace *ws,
     add_segments(job, ws, chunk, tile, kv_head);
 }
 
-/* ---- a chunk
- * ----------------------------------------------------------------- */
+/* ---- a chunk ------------------------------------------------------------- */
 
 static void load_queries(const attention_job *job, const workspace *ws,
                          const rk_chunk *chunk, int32_t kv_head)
 {
     const cpu_device *dev = job->dev;
     const int32_t head_dim = dev->config.head_dim, group = dev->group;
-    const size_t head_bytes = (size_t)head_dim * dev->act_bytes;
-    const size_t q_bytes = dev->kernels->query_bytes[dev->bf16](head_dim);
+    const size_t head_bytes = (size_t)head_dim * dev->query->bytes;
+    const size_t q_bytes = dev->attention->query_bytes(head_dim);
     char *to = ws->q;
     for (int32_t row = chunk->row_begin; row < chunk->row_end; row++) {
         for (int32_t j = 0; j < group; j++, to += q_bytes) {
             int64_t head =
                 (int64_t)row * dev->config.n_heads + kv_head * group + j;
-            dev->kernels->query[dev->bf16](
-                to, job->q + head * (int64_t)head_bytes, head_dim);
+            dev->attention->load_query(to, job->q + head * (int64_t)head_bytes,
+                                       head_dim);
         }
     }
 }
@@ -375,7 +368,7 @@ static void write_out(const attention_job *job, const workspace *ws,
 {
     const cpu_device *dev = job->dev;
     const int32_t head_dim = dev->config.head_dim, group = dev->group;
-    const size_t head_bytes = (size_t)head_dim * dev->in_bytes;
+    const size_t head_bytes = (size_t)head_dim * dev->input->bytes;
     int64_t i = 0;
     for (int32_t row = chunk->row_begin; row < chunk->row_end; row++) {
         for (int32_t j = 0; j < group; j++, i++) {
@@ -383,12 +376,10 @@ static void write_out(const attention_job *job, const workspace *ws,
                 (int64_t)row * dev->config.n_heads + kv_head * group + j;
             const float *acc = ws->all_acc + i * dev->acc_stride;
             char *out = job->out + head * (int64_t)head_bytes;
-            if (dev->bf16 && !dev->in_bf16) {
-                dev->kernels->finish_wide((float *)out, acc, &ws->all[i],
-                                          head_dim);
+            if (dev->base.input == RK_BF16) {
+                dev->attention->finish_bf16(out, acc, &ws->all[i], head_dim);
             } else {
-                dev->kernels->finish[dev->bf16](out, acc, &ws->all[i],
-                                                head_dim);
+                dev->attention->finish_f32(out, acc, &ws->all[i], head_dim);
             }
         }
     }
@@ -424,8 +415,7 @@ static void attention_unit(void *argument, int32_t unit, int32_t thread)
     write_out(job, &ws, chunk, kv_head);
 }
 
-/* ---- few chunks: tiles are shared out
- * ---------------------------------------- */
+/* ---- few chunks: tiles are shared out ------------------------------------ */
 
 static void stored_partial(const attention_job *job, int32_t tile,
                            int32_t kv_head, workspace *ws)

@@ -54,9 +54,9 @@ typedef struct cpu_integer_product {
 } cpu_integer_product;
 
 /* Keys of one KV head in a run of blocks. Key p lies in block blocks[p /
- * block_tokens]. Inside a block K is (head_dim, block_tokens) in float32 and
- * (head_dim / 2, block_tokens, 2) in bf16, so that keys lie in lanes; V is
- * (block_tokens, head_dim). */
+ * block_tokens]. How K and V lie inside a block is the kernels' business: in
+ * float32 K is (head_dim, block_tokens), in bf16 (head_dim / 2, block_tokens,
+ * 2), so that keys lie in lanes; V is (block_tokens, head_dim) but for AMX. */
 typedef struct cpu_keys {
     const char *k, *v; /* this layer and head in block 0 */
     int64_t block_bytes;
@@ -97,60 +97,73 @@ typedef struct cpu_run {
     void *scratch;
 } cpu_run;
 
-typedef struct cpu_kernels {
-    /* [0]: float32, [1]: bf16 activations, weights and KV */
-    void (*product[2])(const cpu_product *job);
-    /* NULL, or: bf16 products want `a` packed in groups of CPU_PACK_ROWS rows
+/* Kernels over activations, and weights, of one type. */
+typedef struct cpu_type_kernels {
+    size_t bytes; /* of an element */
+    void (*product)(const cpu_product *job);
+    /* NULL, or: products want `a` packed in groups of CPU_PACK_ROWS rows
      * of packed_bytes(k) each, the last one with fewer rows; `many`: more than
      * CPU_FEW_ROWS of them in all. */
     void (*pack)(void *out, const void *a, int32_t rows, int32_t k, bool many);
     size_t (*packed_bytes)(int32_t k);
     /* NULL, or bytes of cpu_product.scratch */
     size_t (*product_scratch_bytes)(int32_t k);
-    /* bf16 products of at most so many rows take weights of block types */
+    /* products of at most so many rows take weights of block types */
     int32_t block_rows;
-    /* n values of a block type, whole blocks, as act: the bits of
-     * rk_dequantize, then rk_to_bf16 (of NaN, any) */
-    void (*dequant[2])(void *out, const void *blocks, rk_type type, int32_t n);
-    /* act row of n values from float32 */
-    void (*convert[2])(void *out, const float *x, int32_t n);
-    void (*norm[2])(void *out, const float *x, const float *weight, float eps,
-                    int32_t n);
-    void (*swiglu[2])(void *out, const float *gate, const float *up, int32_t n);
+    /* n values of a block type, whole blocks: the bits of rk_dequantize, then
+     * rk_to_bf16 (of NaN, any) */
+    void (*dequant)(void *out, const void *blocks, rk_type type, int32_t n);
+    /* a row of n values from float32 */
+    void (*convert)(void *out, const float *x, int32_t n);
+    void (*norm)(void *out, const float *x, const float *weight, float eps,
+                 int32_t n);
+    void (*swiglu)(void *out, const float *gate, const float *up, int32_t n);
+} cpu_type_kernels;
+
+/* Kernels over keys and values that are stored as one type. Rows are (row,
+ * head of the group) pairs, n of them. Scores lie at [row * RK_TILE + key -
+ * tile]; acc rows have `acc_stride` floats in an order private to the kernels.
+ */
+typedef struct cpu_attention_kernels {
+    rk_type query; /* rk_device.query */
+    /* one row of K or V into its block (of one KV head) */
+    void (*store_key)(void *block, int32_t offset, int32_t block_tokens,
+                      const float *x, int32_t head_dim);
+    void (*store_value)(void *block, int32_t offset, int32_t block_tokens,
+                        const float *x, int32_t head_dim);
+
+    int32_t (*acc_stride)(int32_t head_dim);
+    size_t (*query_bytes)(int32_t head_dim);
+    /* one row of q as `scores` wants it */
+    void (*load_query)(void *out, const void *q, int32_t head_dim);
+    void (*scores)(float *scores, const void *q, const cpu_keys *keys,
+                   int32_t key_begin, int32_t key_end, int32_t n);
+    /* scores[lo..hi) -> exp(scale * score - max), lo < hi <= RK_TILE; what
+     * `values` takes as p */
+    cpu_partial (*softmax)(float *scores, int32_t lo, int32_t hi, float scale);
+    /* acc[i] += sum over keys, in order, of p[i][key] * v[key] */
+    void (*values)(float *acc, const float *p, const cpu_keys *keys,
+                   int32_t key_begin, int32_t key_end, int32_t n);
+    /* NULL, or instead of these three: */
+    void (*attend)(const cpu_run *run);
+    size_t (*attend_bytes)(int32_t head_dim); /* of cpu_run.scratch */
+    /* acc / sum as one type or the other: what `input` may be */
+    void (*finish_f32)(void *out, const float *acc, const cpu_partial *all,
+                       int32_t head_dim);
+    void (*finish_bf16)(void *out, const float *acc, const cpu_partial *all,
+                        int32_t head_dim);
+} cpu_attention_kernels;
+
+typedef struct cpu_kernels {
+    cpu_type_kernels f32, bf16;
+    const cpu_attention_kernels *kv_f32, *kv_bf16;
+
     /* x: (2 * half,) rotated in place by cos, sin: (half,) */
     void (*rope)(float *x, const float *cosine, const float *sine, int32_t half,
                  bool interleaved);
-
-    /* -- attention; rows are (row, head of the group) pairs, n of them.
-     * Scores lie at [row * RK_TILE + key - tile]; acc rows have `acc_stride`
-     * floats in an order private to the kernels. */
-    int32_t (*acc_stride[2])(int32_t head_dim);
-    size_t (*query_bytes[2])(int32_t head_dim);
-    /* one row of q as `scores` wants it */
-    void (*query[2])(void *out, const void *q, int32_t head_dim);
-    void (*scores[2])(float *scores, const void *q, const cpu_keys *keys,
-                      int32_t key_begin, int32_t key_end, int32_t n);
-    /* scores[lo..hi) -> exp(scale * score - max), lo < hi <= RK_TILE; what
-     * `values` takes as p */
-    cpu_partial (*softmax[2])(float *scores, int32_t lo, int32_t hi,
-                              float scale);
-    /* acc[i] += sum over keys, in order, of p[i][key] * v[key] */
-    void (*values[2])(float *acc, const float *p, const cpu_keys *keys,
-                      int32_t key_begin, int32_t key_end, int32_t n);
-    /* NULL, or, for bf16 and instead of these three: */
-    void (*attend)(const cpu_run *run);
-    size_t (*attend_bytes)(int32_t head_dim); /* of cpu_run.scratch */
-    /* NULL, or how V's row goes into its block (of one KV head) */
-    void (*store_value)(void *block, int32_t offset, int32_t block_tokens,
-                        const void *act, int32_t head_dim);
     /* fold `part` into `all`, which holds the earlier tiles */
     void (*merge)(float *all_acc, cpu_partial *all, const float *part_acc,
                   const cpu_partial *part, int32_t acc_stride);
-    /* to act; `wide`: from bf16's accumulators to float32 */
-    void (*finish[2])(void *out, const float *acc, const cpu_partial *all,
-                      int32_t head_dim);
-    void (*finish_wide)(float *out, const float *acc, const cpu_partial *all,
-                        int32_t head_dim);
 
     /* -- rows of logits */
     /* of n values: maximum, its first index, and over all i, with d = x_i -
@@ -175,6 +188,20 @@ extern const cpu_kernels cpu_kernels_amx;
 
 /* The table of a supported instruction set. */
 const cpu_kernels *cpu_kernels_of(rk_isa isa);
+
+/* Its kernels over activations of a type, */
+static inline const cpu_type_kernels *cpu_kernels_over(const cpu_kernels *k,
+                                                       rk_type type)
+{
+    return type == RK_BF16 ? &k->bf16 : &k->f32;
+}
+
+/* and over keys and values of a type that rk_check_kv_type takes. */
+static inline const cpu_attention_kernels *
+cpu_attention_over(const cpu_kernels *k, rk_type kv_type)
+{
+    return kv_type == RK_BF16 ? k->kv_bf16 : k->kv_f32;
+}
 
 /* ---- threads ------------------------------------------------------------- */
 
@@ -202,29 +229,31 @@ typedef struct cpu_tile {
 typedef struct cpu_device {
     rk_device base;
     const cpu_kernels *kernels;
+    const cpu_type_kernels *compute; /* of them, over rk_extent.compute, */
+    const cpu_type_kernels *input;   /* over what enters products, */
+    const cpu_type_kernels *query;   /* over Q on its way to attention, */
+    const cpu_attention_kernels *attention; /* and over rk_extent.kv_type */
     cpu_pool *pool;
     int32_t n_threads;
     rk_config config;
     rk_extent extent;
-    int32_t bf16;       /* index into kernel pairs: of compute, */
-    int32_t in_bf16;    /* of what enters products */
-    size_t act_bytes;   /* of one element of the one: 2 or 4, */
-    size_t in_bytes;    /* and of the other */
     int32_t group;      /* query heads of a KV head */
     int32_t acc_stride; /* floats of one accumulator row */
     int32_t block_shift;
 
     char *kv; /* n_blocks * block_bytes, mapped, committed when touched */
     size_t kv_bytes;
-    int64_t block_bytes, layer_bytes; /* of one block, of one layer in it */
+    /* of one block, of one layer in it, and there of K or V of one head */
+    int64_t block_bytes, layer_bytes, head_bytes;
 
-    char *narrow; /* activations of one product as bf16, where they enter it as
-                   * float32; NULL: not wanted */
+    char *narrow; /* activations of one product as `compute`, where they come
+                   * as another `input`; NULL: not wanted */
     char *packed; /* activations of one product; NULL: not wanted */
     char *panels; /* n_threads * panel_bytes: scratch of products */
     size_t panel_bytes;
 
-    char *rows; /* n_threads * rows_bytes: rows of block types as act */
+    char *rows; /* n_threads * rows_bytes: rows of block types as
+                 * `compute` */
     size_t rows_bytes;
 
     /* Where activations are rounded to integers, one of the two, and those of

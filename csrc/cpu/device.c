@@ -21,8 +21,7 @@
 #define HUGE_PAGE ((size_t)2 << 20)
 #define PARTIALS_BYTES ((size_t)32 << 20) /* committed as it is used */
 
-/* ---- memory
- * ------------------------------------------------------------------- */
+/* ---- memory -------------------------------------------------------------- */
 
 /* Zeroed pages, committed when touched; NULL when there is no room for it. */
 static void *map_pages(size_t bytes)
@@ -156,8 +155,7 @@ static const rk_ops cpu_ops = {
     .cosine = cpu_cosine,
 };
 
-/* ---- creation
- * ------------------------------------------------------------------ */
+/* ---- creation ------------------------------------------------------------ */
 
 static rk_status check(const rk_config *c, const rk_extent *e, rk_isa isa,
                        int n_threads, rk_error *err)
@@ -211,6 +209,19 @@ static bool allocate(cpu_device *dev)
            dev->partials != NULL;
 }
 
+/* Types of what passes between ops, and the kernels over them. */
+static void choose_kernels(cpu_device *dev)
+{
+    const rk_extent *e = &dev->extent;
+    const cpu_kernels *all = dev->kernels;
+    dev->attention = cpu_attention_over(all, e->kv_type);
+    dev->base.input = e->rounding == RK_ROUND_ACT ? e->compute : RK_F32;
+    dev->base.query = dev->attention->query;
+    dev->compute = cpu_kernels_over(all, e->compute);
+    dev->input = cpu_kernels_over(all, dev->base.input);
+    dev->query = cpu_kernels_over(all, dev->base.query);
+}
+
 rk_status rk_cpu_create(rk_device **out, const rk_config *config,
                         const rk_extent *extent, rk_isa isa, int n_threads,
                         rk_error *err)
@@ -233,18 +244,15 @@ rk_status rk_cpu_create(rk_device **out, const rk_config *config,
         dev->int8 = cpu_int8_of(isa);
     }
     dev->n_threads = n_threads;
-    dev->bf16 = extent->compute == RK_BF16;
-    dev->in_bf16 = dev->bf16 && extent->rounding == RK_ROUND_ACT;
-    dev->act_bytes = dev->bf16 ? 2 : 4;
-    dev->in_bytes = dev->in_bf16 ? 2 : 4;
-    dev->base.input = dev->in_bf16 ? RK_BF16 : RK_F32;
+    choose_kernels(dev);
     dev->group = config->n_heads / config->n_kv_heads;
-    dev->acc_stride = dev->kernels->acc_stride[dev->bf16](config->head_dim);
+    dev->acc_stride = dev->attention->acc_stride(config->head_dim);
     dev->block_shift = __builtin_ctz((unsigned)extent->block_tokens);
     size_t block_bytes =
-        rk_block_bytes(config, extent->compute, extent->block_tokens);
+        rk_block_bytes(config, extent->kv_type, extent->block_tokens);
     dev->block_bytes = (int64_t)block_bytes;
     dev->layer_bytes = dev->block_bytes / config->n_layers;
+    dev->head_bytes = dev->layer_bytes / (2 * config->n_kv_heads);
     if (!allocate(dev)) {
         status = rk_fail(err, RK_ENOMEM, "no memory for scratch space");
         goto fail;

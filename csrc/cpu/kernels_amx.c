@@ -32,8 +32,7 @@ INLINE vf vf_dot(vf acc, vb a, vb b)
 #include "template_dequant.h"
 #include "template_product.h"
 
-/* ---- tiles
- * ------------------------------------------------------------------- */
+/* ---- tiles --------------------------------------------------------------- */
 
 #define SIDE 16  /* rows of a tile, and 4-byte columns */
 #define DEPTH 32 /* elements of K in a tile */
@@ -122,8 +121,7 @@ INLINE void copy_tile(char *to, const uint16_t *from, int64_t k, int32_t rows,
     }
 }
 
-/* ---- packing
- * ------------------------------------------------------------------ */
+/* ---- packing ------------------------------------------------------------- */
 
 static size_t packed_bytes(int32_t k)
 {
@@ -154,8 +152,7 @@ static void copy_weights(char *panel, const uint16_t *w, int32_t k,
     BARRIER();
 }
 
-/* ---- sums
- * ---------------------------------------------------------------------- */
+/* ---- sums ---------------------------------------------------------------- */
 
 /* Where the tiles of one operand are read: step s of tile t at base + s *
  * step_bytes + t * tile_bytes, rows `stride` bytes apart. */
@@ -316,8 +313,7 @@ static void put_tiles(const cpu_product *job, int32_t i, int32_t j, int32_t n_w)
     }
 }
 
-/* ---- product
- * ------------------------------------------------------------------- */
+/* ---- product ------------------------------------------------------------- */
 
 static const char *activation_tiles(const cpu_product *job, int32_t i)
 {
@@ -470,17 +466,6 @@ static size_t product_scratch_bytes(int32_t k)
 
 #include "amx_attention.h"
 
-#define ACC_STRIDE tile_acc_stride
-#define QUERY_BYTES tile_query_bytes
-#define QUERY tile_query
-#define SCORES NULL
-#define SOFTMAX NULL
-#define VALUES NULL
-#define ATTEND tile_attend
-#define ATTEND_BYTES tile_attend_bytes
-#define STORE_VALUE tile_store_value
-#define FINISH tile_finish
-#define FINISH_WIDE tile_finish_wide
 #define TABLE cpu_kernels_amx
 #define PACKED_BYTES packed_bytes
 #define PACK_ROWS pack_rows

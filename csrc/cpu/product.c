@@ -80,8 +80,7 @@ static range unit_range(const cut *c, int32_t m, int32_t n, int32_t unit)
     return r;
 }
 
-/* ---- packing ----------------------------------------------------------------
- */
+/* ---- packing ------------------------------------------------------------- */
 
 typedef struct pack_job {
     const cpu_device *dev;
@@ -89,7 +88,8 @@ typedef struct pack_job {
     int32_t n, k;
 } pack_job;
 
-/* A group of rows as bf16 (where they are float32), then as tiles want them. */
+/* A group of rows as `compute` (where they come as another type), then as
+ * kernels want them. */
 static void pack_unit(void *argument, int32_t unit, int32_t thread)
 {
     const pack_job *job = argument;
@@ -97,16 +97,16 @@ static void pack_unit(void *argument, int32_t unit, int32_t thread)
     const int32_t row = unit * CPU_PACK_ROWS;
     const int32_t n = cpu_min(CPU_PACK_ROWS, job->n - row);
     const int64_t at = (int64_t)row * job->k;
-    const char *a = (const char *)job->a + at * (int64_t)dev->in_bytes;
+    const char *a = (const char *)job->a + at * (int64_t)dev->input->bytes;
     (void)thread;
     if (dev->narrow != NULL) {
-        char *narrow = dev->narrow + at * (int64_t)dev->act_bytes;
-        dev->kernels->convert[1](narrow, (const float *)a, n * job->k);
+        char *narrow = dev->narrow + at * (int64_t)dev->compute->bytes;
+        dev->compute->convert(narrow, (const float *)a, n * job->k);
         a = narrow;
     }
     if (dev->packed != NULL) {
-        dev->kernels->pack(dev->packed + (size_t)unit *
-                                             dev->kernels->packed_bytes(job->k),
+        dev->compute->pack(dev->packed + (size_t)unit *
+                                             dev->compute->packed_bytes(job->k),
                            a, n, job->k, job->n > CPU_FEW_ROWS);
     }
 }
@@ -151,7 +151,7 @@ typedef struct input {
     int32_t n; /* rows in all */
 } input;
 
-/* a: act (n, k) as these matrices want it. Valid until the next one. */
+/* a: in (n, k) as these matrices want it. Valid until the next one. */
 static input prepare(const cpu_device *dev, const void *a, int32_t n,
                      const rk_matrix *const *matrices, int n_matrices)
 {
@@ -182,7 +182,7 @@ bool cpu_product_allocate(cpu_device *dev)
     const int32_t k =
         cpu_max(cpu_max(c->width, c->ffn_width), c->n_heads * c->head_dim);
     const int32_t rows = cpu_max(dev->extent.max_rows, dev->extent.max_outputs);
-    dev->rows_bytes = cpu_align(AT_ONCE * (size_t)k * dev->act_bytes);
+    dev->rows_bytes = cpu_align(AT_ONCE * (size_t)k * dev->compute->bytes);
     if (dev->int16 != NULL || dev->int8 != NULL) {
         size_t panel =
             cpu_align(dev->int16 != NULL ? dev->int16->scratch_bytes
@@ -194,25 +194,25 @@ bool cpu_product_allocate(cpu_device *dev)
             return false;
         }
     }
-    if (dev->bf16 && !dev->in_bf16) {
+    if (dev->input != dev->compute) {
         dev->narrow = dev->base.ops->alloc(
-            &dev->base, (size_t)rows * (size_t)k * dev->act_bytes);
+            &dev->base, (size_t)rows * (size_t)k * dev->compute->bytes);
         if (dev->narrow == NULL) {
             return false;
         }
     }
     dev->rows = dev->base.ops->alloc(&dev->base,
                                      dev->rows_bytes * (size_t)dev->n_threads);
-    if (dev->rows == NULL || !dev->bf16 || dev->kernels->pack == NULL) {
+    if (dev->rows == NULL || dev->compute->pack == NULL) {
         return dev->rows != NULL;
     }
     size_t bytes = (size_t)cpu_ceil_div(rows, CPU_PACK_ROWS) *
-                   dev->kernels->packed_bytes(k);
+                   dev->compute->packed_bytes(k);
     dev->packed = dev->base.ops->alloc(&dev->base, bytes);
-    if (dev->packed == NULL || dev->kernels->product_scratch_bytes == NULL) {
+    if (dev->packed == NULL || dev->compute->product_scratch_bytes == NULL) {
         return dev->packed != NULL;
     }
-    dev->panel_bytes = cpu_align(dev->kernels->product_scratch_bytes(k));
+    dev->panel_bytes = cpu_align(dev->compute->product_scratch_bytes(k));
     dev->panels = dev->base.ops->alloc(&dev->base, dev->panel_bytes *
                                                        (size_t)dev->n_threads);
     return dev->panels != NULL;
@@ -225,9 +225,9 @@ static void unpack_rows(const cpu_device *dev, char *rows, const rk_matrix *w,
     const int64_t row_bytes = rk_type_bytes(w->type, w->cols);
     const char *blocks = (const char *)w->data + from * row_bytes;
     for (int32_t i = 0; i < n; i++) {
-        dev->kernels->dequant[dev->bf16](
-            rows + (int64_t)i * w->cols * (int64_t)dev->act_bytes,
-            blocks + i * row_bytes, w->type, w->cols);
+        dev->compute->dequant(rows + (int64_t)i * w->cols *
+                                         (int64_t)dev->compute->bytes,
+                              blocks + i * row_bytes, w->type, w->cols);
     }
 }
 
@@ -270,13 +270,13 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
                           thread);
         return;
     }
-    const int64_t act_bytes = (int64_t)w->cols * (int64_t)dev->act_bytes;
+    const int64_t row_bytes = (int64_t)w->cols * (int64_t)dev->compute->bytes;
     const int64_t a_bytes =
-        dev->packed == NULL ? r->m_begin * act_bytes
+        dev->packed == NULL ? r->m_begin * row_bytes
                             : r->m_begin / CPU_PACK_ROWS *
-                                  (int64_t)dev->kernels->packed_bytes(w->cols);
-    const bool unpack = rk_cpu_takes(w->type) &&
-                        !(dev->bf16 && a->n <= dev->kernels->block_rows);
+                                  (int64_t)dev->compute->packed_bytes(w->cols);
+    const bool unpack =
+        rk_cpu_takes(w->type) && a->n > dev->compute->block_rows;
     const int32_t step = unpack ? AT_ONCE : r->n;
     char *rows = dev->rows + (size_t)thread * dev->rows_bytes;
     cpu_product job = {
@@ -301,12 +301,11 @@ static void multiply(const cpu_device *dev, float *out, int64_t out_stride,
             unpack_rows(dev, rows, w, from, job.n);
             job.w = rows;
         }
-        dev->kernels->product[dev->bf16](&job);
+        dev->compute->product(&job);
     }
 }
 
-/* ---- linear ----------------------------------------------------------------
- */
+/* ---- linear -------------------------------------------------------------- */
 
 typedef struct linear_job {
     const cpu_device *dev;
@@ -335,8 +334,7 @@ void cpu_linear(rk_device *base, float *out, const void *a, const rk_matrix *w,
     cpu_pool_run(dev->pool, linear_unit, &job, job.c.n_units);
 }
 
-/* ---- gate and up -----------------------------------------------------------
- */
+/* ---- gate and up --------------------------------------------------------- */
 
 typedef struct swiglu_job {
     const cpu_device *dev;
@@ -358,9 +356,8 @@ static void swiglu_unit(void *argument, int32_t unit, int32_t thread)
     multiply(dev, up, r.n, &job->a, job->up, &r, false, thread);
     for (int32_t i = 0; i < r.m; i++) {
         int64_t at = (r.m_begin + i) * ffn + r.n_begin;
-        dev->kernels->swiglu[dev->in_bf16](
-            job->out + at * (int64_t)dev->in_bytes, gate + (int64_t)i * r.n,
-            up + (int64_t)i * r.n, r.n);
+        dev->input->swiglu(job->out + at * (int64_t)dev->input->bytes,
+                           gate + (int64_t)i * r.n, up + (int64_t)i * r.n, r.n);
     }
 }
 
@@ -374,8 +371,7 @@ void cpu_swiglu(rk_device *base, void *out, const void *a,
     cpu_pool_run(dev->pool, swiglu_unit, &job, job.c.n_units);
 }
 
-/* ---- query, key, value ------------------------------------------------------
- */
+/* ---- query, key, value --------------------------------------------------- */
 
 typedef struct qkv_job {
     const cpu_device *dev;
@@ -386,49 +382,21 @@ typedef struct qkv_job {
     int32_t m_step, m_units;
 } qkv_job;
 
-/* One row of K, lanes of a block are its keys. `act` has head_dim elements. */
-static void store_key(const cpu_device *dev, char *block, int32_t offset,
-                      const void *act)
-{
-    const int64_t tokens = dev->extent.block_tokens;
-    const int32_t n =
-        dev->bf16 ? dev->config.head_dim / 2 : dev->config.head_dim;
-    uint32_t *to = (uint32_t *)block + offset;
-    for (int32_t i = 0; i < n; i++) {
-        memcpy(to + i * tokens, (const char *)act + (size_t)i * 4, 4);
-    }
-}
-
-/* A row of one head of K or V into the pool; `act`: scratch for one. */
+/* A row of one head of K or V into the pool. */
 static void store_row(const qkv_job *job, int32_t row, int32_t kv_head,
-                      bool key, const float *x, void *act)
+                      bool key, const float *x)
 {
     const cpu_device *dev = job->dev;
-    const int32_t head_dim = dev->config.head_dim;
-    const size_t row_bytes = (size_t)head_dim * dev->act_bytes;
-    const int64_t head_bytes = (int64_t)row_bytes << dev->block_shift;
-    const int64_t head =
-        job->layer_id * dev->layer_bytes +
-        ((key ? 0 : dev->config.n_kv_heads) + kv_head) * head_bytes;
+    const int32_t tokens = dev->extent.block_tokens;
+    const int64_t head = (key ? 0 : dev->config.n_kv_heads) + kv_head;
     const int64_t slot = dev->batch.slots[row];
     if (slot < 0) {
         return;
     }
-    const int32_t offset = (int32_t)(slot & (dev->extent.block_tokens - 1));
-    char *block =
-        dev->kv + (slot >> dev->block_shift) * dev->block_bytes + head;
-    if (!key && !(dev->bf16 && dev->kernels->store_value)) {
-        dev->kernels->convert[dev->bf16](block + offset * row_bytes, x,
-                                         head_dim);
-        return;
-    }
-    dev->kernels->convert[dev->bf16](act, x, head_dim);
-    if (key) {
-        store_key(dev, block, offset, act);
-    } else {
-        dev->kernels->store_value(block, offset, dev->extent.block_tokens, act,
-                                  head_dim);
-    }
+    char *block = dev->kv + (slot >> dev->block_shift) * dev->block_bytes +
+                  job->layer_id * dev->layer_bytes + head * dev->head_bytes;
+    (key ? dev->attention->store_key : dev->attention->store_value)(
+        block, (int32_t)(slot & (tokens - 1)), tokens, x, dev->config.head_dim);
 }
 
 /* All rows of one head of Q, K or V. */
@@ -450,7 +418,6 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
                .n = head_dim};
     r.m = cpu_min(job->m_step, dev->batch.n_rows - r.m_begin);
     float *rows = cpu_scratch(dev, thread);
-    void *act = rows + (int64_t)r.m * head_dim;
     multiply(dev, rows, head_dim, &job->a, w, &r, false, thread);
     for (int32_t i = 0; i < r.m; i++) {
         const int64_t row = r.m_begin + i;
@@ -462,10 +429,10 @@ static void qkv_unit(void *argument, int32_t unit, int32_t thread)
         }
         if (query) {
             int64_t at = (row * n_heads + head) * head_dim;
-            dev->kernels->convert[dev->bf16](
-                job->out + at * (int64_t)dev->act_bytes, x, head_dim);
+            dev->query->convert(job->out + at * (int64_t)dev->query->bytes, x,
+                                head_dim);
         } else {
-            store_row(job, (int32_t)row, head - first, !value, x, act);
+            store_row(job, (int32_t)row, head - first, !value, x);
         }
     }
 }
@@ -490,7 +457,6 @@ void cpu_qkv(rk_device *base, void *out, const void *a, const rk_layer *layer,
 size_t cpu_product_scratch(const cpu_device *dev)
 {
     size_t tiles = 2 * STEP * SLICE_MAX * sizeof(float); /* >= a panel's */
-    size_t head =
-        (CPU_PANEL_ROWS + 1) * (size_t)dev->config.head_dim * sizeof(float);
+    size_t head = CPU_PANEL_ROWS * (size_t)dev->config.head_dim * sizeof(float);
     return tiles > head ? tiles : head;
 }

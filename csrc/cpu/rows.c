@@ -26,8 +26,7 @@ static void run_rows(const cpu_device *dev, cpu_unit *unit, void *job,
     }
 }
 
-/* ---- begin ------------------------------------------------------------------
- */
+/* ---- begin --------------------------------------------------------------- */
 
 static void angles_unit(void *argument, int32_t unit, int32_t thread)
 {
@@ -54,8 +53,7 @@ void cpu_begin(rk_device *base, const rk_batch *batch)
     cpu_attention_begin(dev);
 }
 
-/* ---- embedding, norm
- * --------------------------------------------------------- */
+/* ---- embedding, norm ----------------------------------------------------- */
 
 typedef struct rows_job {
     const cpu_device *dev;
@@ -107,12 +105,11 @@ static void norm_unit(void *argument, int32_t unit, int32_t thread)
     for (int32_t i = unit * ROWS; i < end; i++) {
         const float *x = job->x + (int64_t)i * width;
         void *out =
-            (char *)job->out + (int64_t)i * width * (int64_t)dev->in_bytes;
+            (char *)job->out + (int64_t)i * width * (int64_t)dev->input->bytes;
         if (job->weight != NULL) {
-            dev->kernels->norm[dev->in_bf16](out, x, job->weight,
-                                             dev->config.norm_eps, width);
+            dev->input->norm(out, x, job->weight, dev->config.norm_eps, width);
         } else {
-            dev->kernels->convert[dev->in_bf16](out, x, width);
+            dev->input->convert(out, x, width);
         }
     }
 }
@@ -125,8 +122,7 @@ void cpu_norm(rk_device *base, void *out, const float *x, const float *weight,
     run_rows(dev, norm_unit, &job, n, dev->config.width);
 }
 
-/* ---- lenses, statistics
- * ------------------------------------------------------- */
+/* ---- lenses, statistics -------------------------------------------------- */
 
 void cpu_gather(rk_device *base, float *dst, const float *src,
                 const int32_t *rows, int32_t n, int32_t width)
@@ -148,8 +144,8 @@ static void answer_unit(void *argument, int32_t unit, int32_t thread)
     for (int32_t i = unit * ROWS; i < end; i++) {
         const float *x = job->x + (int64_t)i * width;
         if (job->weight != NULL) {
-            dev->kernels->norm[0](normed, x, job->weight, dev->config.norm_eps,
-                                  width);
+            dev->kernels->f32.norm(normed, x, job->weight, dev->config.norm_eps,
+                                   width);
             x = normed;
         }
         for (int32_t j = 0; j < job->n_ids; j++) {

@@ -11,6 +11,10 @@
  * An accumulator row is head_dim floats padded to whole steps. In bf16 a step
  * is 2 * LANES dimensions, the even ones first: that is how a vector of bf16
  * pairs unpacks with one shift and one mask.
+ *
+ * The last chapter names the kernels of each KV type. What an instruction set
+ * does its own way for bf16 it puts in the place of attention_bf16 and defines
+ * OWN_ATTENTION_BF16 (amx_attention.h).
  */
 #ifndef RKSC_CPU_TEMPLATE_ATTENTION_H
 #define RKSC_CPU_TEMPLATE_ATTENTION_H
@@ -38,15 +42,58 @@ static int32_t acc_stride_bf16(int32_t head_dim)
 }
 #endif
 
-/* ---- queries --------------------------------------------------------------
- */
+/* ---- a row into its block ------------------------------------------------ */
+
+#define PART 64 /* elements that are converted at a time, whole vectors */
+
+static void store_key_f32(void *block, int32_t offset, int32_t block_tokens,
+                          const float *x, int32_t head_dim)
+{
+    float *to = (float *)block + offset;
+    for (int32_t i = 0; i < head_dim; i++) {
+        to[(int64_t)i * block_tokens] = x[i];
+    }
+}
+
+static void store_key_bf16(void *block, int32_t offset, int32_t block_tokens,
+                           const float *x, int32_t head_dim)
+{
+    uint32_t *to = (uint32_t *)block + offset;
+    uint16_t part[PART];
+    for (int32_t from = 0; from < head_dim; from += PART) {
+        const int32_t n = head_dim - from < PART ? head_dim - from : PART;
+        row_convert_bf16(part, x + from, n);
+        for (int32_t i = 0; i < n / 2; i++, to += block_tokens) {
+            memcpy(to, part + 2 * i, 4);
+        }
+    }
+}
+
+static void store_value_f32(void *block, int32_t offset, int32_t block_tokens,
+                            const float *x, int32_t head_dim)
+{
+    (void)block_tokens;
+    row_convert_f32((float *)block + (int64_t)offset * head_dim, x, head_dim);
+}
+
+#if !defined(OWN_ATTENTION_BF16)
+static void store_value_bf16(void *block, int32_t offset, int32_t block_tokens,
+                             const float *x, int32_t head_dim)
+{
+    (void)block_tokens;
+    row_convert_bf16((uint16_t *)block + (int64_t)offset * head_dim, x,
+                     head_dim);
+}
+#endif
+
+/* ---- queries ------------------------------------------------------------- */
 
 static size_t query_bytes_f32(int32_t head_dim)
 {
     return (size_t)head_dim * sizeof(float);
 }
 
-static void query_f32(void *out, const void *q, int32_t head_dim)
+static void load_query_f32(void *out, const void *q, int32_t head_dim)
 {
     memcpy(out, q, query_bytes_f32(head_dim));
 }
@@ -58,7 +105,7 @@ static size_t query_bytes_bf16(int32_t head_dim)
     return (size_t)head_dim * sizeof(uint16_t);
 }
 
-static void query_bf16(void *out, const void *q, int32_t head_dim)
+static void load_query_bf16(void *out, const void *q, int32_t head_dim)
 {
     memcpy(out, q, query_bytes_bf16(head_dim));
 }
@@ -68,7 +115,7 @@ static size_t query_bytes_bf16(int32_t head_dim)
     return (size_t)head_dim * sizeof(float);
 }
 
-static void query_bf16(void *out, const void *q, int32_t head_dim)
+static void load_query_bf16(void *out, const void *q, int32_t head_dim)
 {
     const int32_t n = head_dim;
     FOR_LANES(n)
@@ -80,8 +127,7 @@ static void query_bf16(void *out, const void *q, int32_t head_dim)
 }
 #endif
 
-/* ---- scores ---------------------------------------------------------------
- */
+/* ---- scores -------------------------------------------------------------- */
 
 #define SCORE_ROWS 8
 #define SCORE_VECTORS 2
@@ -271,8 +317,7 @@ DEFINE_SCORES(f32, keys->head_dim)
 DEFINE_SCORES(bf16, keys->head_dim / 2)
 #endif
 
-/* ---- softmax of one row of a tile ------------------------------------------
- */
+/* ---- softmax of one row of a tile ---------------------------------------- */
 
 static cpu_partial softmax_tile(float *scores, int32_t lo, int32_t hi,
                                 float scale)
@@ -301,8 +346,7 @@ static cpu_partial softmax_tile(float *scores, int32_t lo, int32_t hi,
     return part;
 }
 
-/* ---- values ----------------------------------------------------------------
- */
+/* ---- values -------------------------------------------------------------- */
 
 /* acc[i] += p[i][key] v[key] for `rows` rows and `parts` vectors of V; `left`:
  * elements of a last, partial vector (then parts is 1), 0: whole. */
@@ -432,8 +476,7 @@ DEFINE_VALUES(f32, 4, 1)
 DEFINE_VALUES(bf16, 2, 2)
 #endif
 
-/* ---- partial results --------------------------------------------------------
- */
+/* ---- partial results ----------------------------------------------------- */
 
 static void merge_tile(float *all_acc, cpu_partial *all, const float *part_acc,
                        const cpu_partial *part, int32_t acc_stride)
@@ -449,20 +492,26 @@ static void merge_tile(float *all_acc, cpu_partial *all, const float *part_acc,
     all->max = max;
 }
 
-static void finish_f32(void *out, const float *acc, const cpu_partial *all,
-                       int32_t head_dim)
-{
-    const vf by = vf_set1(1.0f / all->sum);
-    const int32_t n = head_dim;
-    FOR_LANES(n)
-    {
-        STORE_f32(out, vf_mul(LOAD(acc), by));
+/* acc in the order of dimensions */
+#define DEFINE_FINISH(TYPE)                                                    \
+    static void finish_plain_##TYPE(void *out, const float *acc,               \
+                                    const cpu_partial *all, int32_t head_dim)  \
+    {                                                                          \
+        const vf by = vf_set1(1.0f / all->sum);                                \
+        const int32_t n = head_dim;                                            \
+        FOR_LANES(n)                                                           \
+        {                                                                      \
+            STORE_##TYPE(out, vf_mul(LOAD(acc), by));                          \
+        }                                                                      \
     }
-}
+
+DEFINE_FINISH(f32)
+DEFINE_FINISH(bf16)
 
 #if !defined(OWN_ATTENTION_BF16)
-static void finish_bf16(void *out, const float *acc, const cpu_partial *all,
-                        int32_t head_dim)
+/* acc in the order of unpacked pairs */
+static void finish_pairs_bf16(void *out, const float *acc,
+                              const cpu_partial *all, int32_t head_dim)
 {
     const vf by = vf_set1(1.0f / all->sum);
     for (int32_t i = 0; i < head_dim; i += 2 * LANES) {
@@ -478,16 +527,48 @@ static void finish_bf16(void *out, const float *acc, const cpu_partial *all,
     }
 }
 
-/* Even and odd elements come apart. */
-static void finish_wide(float *out, const float *acc, const cpu_partial *all,
-                        int32_t head_dim)
+static void finish_pairs_f32(void *out, const float *acc,
+                             const cpu_partial *all, int32_t head_dim)
 {
     const float by = 1.0f / all->sum;
+    float *to = out;
     for (int32_t i = 0; i < head_dim; i++) {
         const int32_t step = i / (2 * LANES), at = i % (2 * LANES);
-        out[i] = acc[step * 2 * LANES + at % 2 * LANES + at / 2] * by;
+        to[i] = acc[step * 2 * LANES + at % 2 * LANES + at / 2] * by;
     }
 }
+#endif
+
+/* ---- the kernels of a KV type -------------------------------------------- */
+
+static const cpu_attention_kernels attention_f32 = {
+    .query = RK_F32,
+    .store_key = store_key_f32,
+    .store_value = store_value_f32,
+    .acc_stride = acc_stride_f32,
+    .query_bytes = query_bytes_f32,
+    .load_query = load_query_f32,
+    .scores = scores_f32,
+    .softmax = softmax_tile,
+    .values = values_f32,
+    .finish_f32 = finish_plain_f32,
+    .finish_bf16 = finish_plain_bf16,
+};
+
+#if !defined(OWN_ATTENTION_BF16)
+static const cpu_attention_kernels attention_bf16 = {
+    .query = RK_BF16,
+    .store_key = store_key_bf16,
+    .store_value = store_value_bf16,
+    .acc_stride = acc_stride_bf16,
+    .query_bytes = query_bytes_bf16,
+    .load_query = load_query_bf16,
+    .scores = scores_bf16,
+    .softmax = softmax_tile,
+    .values = values_bf16,
+    .finish_f32 = finish_pairs_f32,
+    .finish_bf16 = finish_pairs_bf16,
+};
 #endif
 
 #endif

@@ -1,4 +1,4 @@
-/* Attention on tensor cores, for bf16.
+/* Attention on tensor cores, for keys and values in bf16.
  *
  * Four warps take a unit (work.h) for one KV head. All its pairs, the queries
  * of one group of heads in several rows, form the rows of one matrix, so K and
@@ -368,9 +368,7 @@ send(const rk_cuda_attention &a, const rk_task &t, const layout &l,
             for (int j = 0; j < 8; j++) {
                 all[j] /= sum;
             }
-            rk_store8(static_cast<element *>(a.out) + rk_pair_at(a, t, pair) +
-                          chunk * 8,
-                      all);
+            rk_put8(a, rk_pair_at(a, t, pair) + chunk * 8, all);
         } else {
             rk_store8(a.partials + place.index * a.kv.head_dim + chunk * 8,
                       all);
@@ -493,7 +491,7 @@ __device__ __forceinline__ void load_columns(float (&out)[1], const float *from,
     out[0] = there ? *from : 0.0f;
 }
 
-template <class T, int N>
+template <int N>
 __global__ void __launch_bounds__(THREADS) merge(const rk_cuda_attention a)
 {
     RK_SHARED(float, parts, [WARPS][RK_WARP * N]);
@@ -549,9 +547,7 @@ __global__ void __launch_bounds__(THREADS) merge(const rk_cuda_attention a)
         for (int i = 1; i < WARPS; i++) {
             total += parts[i][column];
         }
-        rk_narrow(static_cast<T *>(a.out) + (int64_t)blockIdx.x * head_dim +
-                      base + column,
-                  total / sum);
+        rk_put(a, (int64_t)blockIdx.x * head_dim + base + column, total / sum);
     }
 }
 
@@ -560,17 +556,14 @@ void launch_merge(const rk_cuda_attention &a, cudaStream_t stream)
 {
     const dim3 grid((unsigned)a.n_rows * (unsigned)a.n_heads,
                     rk_blocks(a.kv.head_dim, RK_WARP * N));
-    rk_with_act(a.kv.type, [=](auto element) {
-        using T = decltype(element);
-        RK_LAUNCH((merge<T, N>), grid, THREADS, 0, stream, a);
-    });
+    RK_LAUNCH((merge<N>), grid, THREADS, 0, stream, a);
 }
 
 /* ---- which kernel -------------------------------------------------------- */
 
-bool plain(rk_type type, int head_dim)
+bool plain(rk_type kv_type, int head_dim)
 {
-    return type == RK_F32 || head_dim % 8 != 0 || head_dim > 256;
+    return kv_type == RK_F32 || head_dim % 8 != 0 || head_dim > 256;
 }
 
 template <int DIM, int N> cudaError_t allow_shared()
@@ -591,9 +584,9 @@ cudaError_t rk_cuda_attention_prepare(void)
     return error != cudaSuccess ? error : allow_shared<256, 1>();
 }
 
-int32_t rk_cuda_attend_pairs(rk_type type, int32_t head_dim, bool wide)
+int32_t rk_cuda_attend_pairs(rk_type kv_type, int32_t head_dim, bool wide)
 {
-    if (plain(type, head_dim)) {
+    if (plain(kv_type, head_dim)) {
         return RK_PLAIN_PAIRS;
     }
     return wide && head_dim <= 128 ? shape<128, 2>::PAIRS

@@ -112,6 +112,28 @@ __device__ __forceinline__ rk_place rk_place_of(const rk_cuda_attention &a,
     return p;
 }
 
+/* Elements of `out` from `at` on: one, */
+__device__ __forceinline__ void rk_put(const rk_cuda_attention &a, int64_t at,
+                                       float x)
+{
+    if (a.out_type == RK_F32) {
+        rk_narrow(static_cast<float *>(a.out) + at, x);
+    } else {
+        rk_narrow(static_cast<rk_bf16 *>(a.out) + at, x);
+    }
+}
+
+/* or eight, aligned. */
+__device__ __forceinline__ void rk_put8(const rk_cuda_attention &a, int64_t at,
+                                        const float x[8])
+{
+    if (a.out_type == RK_F32) {
+        rk_store8(static_cast<float *>(a.out) + at, x);
+    } else {
+        rk_store8(static_cast<rk_bf16 *>(a.out) + at, x);
+    }
+}
+
 /* e^(m - all) for a part whose maximum is m; 0 for one without keys. */
 __device__ __forceinline__ float rk_part_weight(float m, float all)
 {

@@ -1,5 +1,5 @@
-/* Attention without tensor cores: float32, exact, and head sizes that fit no
- * fragment.
+/* Attention without tensor cores: keys and values in float32, exact, and head
+ * sizes that fit no fragment.
  *
  * The same units, partials and online softmax as attention.cu. Four warps take
  * PAIRS pairs, PAIRS / 4 each, over tiles of 32 keys: for the scores a lane is
@@ -112,7 +112,6 @@ __device__ __forceinline__ void add_values(state &w, int part,
 }
 
 /* Dimensions from out_begin on of the warp's pairs, where they belong. */
-template <class T>
 __device__ __forceinline__ void send(const rk_cuda_attention &a,
                                      const rk_task &t, const state &w,
                                      int out_begin)
@@ -129,13 +128,13 @@ __device__ __forceinline__ void send(const rk_cuda_attention &a,
         if (place.partial == RK_WORK_NONE) {
             continue;
         }
-        T *out = static_cast<T *>(a.out) + rk_pair_at(a, t, pair);
+        const int64_t at = rk_pair_at(a, t, pair);
         float *partial = a.partials + place.index * a.kv.head_dim;
 #pragma unroll
         for (int c = 0; c < PARTS * LANES_OUT; c++) {
             const int column = out_begin + c * RK_WARP + lane;
             if (column < a.kv.head_dim && place.partial == RK_WORK_OUT) {
-                rk_narrow(out + column, w.out[i][c] / sum);
+                rk_put(a, at + column, w.out[i][c] / sum);
             } else if (column < a.kv.head_dim) {
                 partial[column] = w.out[i][c];
             }
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             }
         }
     }
-    send<T>(a, t, w, out_begin);
+    send(a, t, w, out_begin);
 }
 
 } // namespace

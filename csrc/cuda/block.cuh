@@ -156,8 +156,8 @@ static inline unsigned rk_blocks(int64_t n, int64_t per_block)
 
 /* ---- types --------------------------------------------------------------- */
 
-/* Call `body` with a value of the element type that `type` names: of an
- * activation, */
+/* Call `body` with a value of the element type that `type` names: of
+ * activations, or of keys and values, */
 template <class Body> static inline void rk_with_act(rk_type type, Body body)
 {
     if (type == RK_F32) {

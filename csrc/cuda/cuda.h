@@ -52,8 +52,7 @@ rk_status cublas_error(cublasStatus_t code, const char *call, rk_error *err);
 /* RK_ENOMEM: `what` wanted so many bytes; and how many are free. */
 rk_status cuda_no_room(const char *what, size_t bytes, rk_error *err);
 
-/* ---- memory (pool.c) -------------------------------------------------------
- */
+/* ---- memory (pool.c) ----------------------------------------------------- */
 
 /* Pieces of device memory, kept when they are given back. Safe to use from any
  * thread; lives until the context and all pieces have let go of it. */
@@ -71,8 +70,7 @@ void cuda_pool_give(cuda_pool *pool, void *memory);
 rk_status cuda_pool_lend(cuda_pool *pool, rk_lent **out, const void *src,
                          size_t bytes, cudaStream_t stream, rk_error *err);
 
-/* ---- recorded steps (step.c) -----------------------------------------------
- */
+/* ---- recorded steps (step.c) --------------------------------------------- */
 
 typedef enum cuda_kind {
     CUDA_BEGIN,
@@ -141,8 +139,6 @@ typedef struct cuda_device {
     rk_extent extent;
     rk_error error; /* the first that happened; status RK_OK: none */
     cublasHandle_t cublas;
-    rk_type act;
-    size_t act_bytes;
 
     unsigned char *kv;
     int64_t block_bytes, layer_bytes;

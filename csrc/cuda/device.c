@@ -13,8 +13,7 @@
 
 #define WORKSPACE ((size_t)32 << 20) /* what cuBLAS wants on Hopper */
 
-/* ---- memory
- * ------------------------------------------------------------------- */
+/* ---- memory -------------------------------------------------------------- */
 
 static void *device_alloc(rk_device *base, size_t bytes)
 {
@@ -140,8 +139,7 @@ static void device_kv_fill(rk_device *base, int32_t block, uint8_t byte)
     cuda_leave(before);
 }
 
-/* ---- life
- * ----------------------------------------------------------------------- */
+/* ---- life ---------------------------------------------------------------- */
 
 static void device_destroy(rk_device *base)
 {
@@ -276,12 +274,13 @@ static rk_status make_cublas(cuda_device *dev, rk_error *err)
 static rk_status make_worker(cuda_device *dev, rk_error *err)
 {
     const rk_config *c = &dev->config;
+    const rk_type kv_type = dev->extent.kv_type;
     rk_work_rule rule = {
         .block_tokens = dev->extent.block_tokens,
         .n_heads = c->n_heads,
         .n_kv_heads = c->n_kv_heads,
-        .narrow_pairs = rk_cuda_attend_pairs(dev->act, c->head_dim, false),
-        .wide_pairs = rk_cuda_attend_pairs(dev->act, c->head_dim, true),
+        .narrow_pairs = rk_cuda_attend_pairs(kv_type, c->head_dim, false),
+        .wide_pairs = rk_cuda_attend_pairs(kv_type, c->head_dim, true),
         .wanted_units = 4 * dev->context->n_processors,
         .max_partials = max_partials(dev),
         .share_keys = RK_WORK_SHARE_KEYS,
@@ -304,14 +303,13 @@ static rk_status device_create(rk_device **out, rk_cuda *cuda,
     }
     dev->base.ops = &cuda_ops;
     dev->base.input = extent->compute;
+    dev->base.query = extent->kv_type;
     dev->context = (cuda_context *)cuda;
     dev->config = *config;
     dev->extent = *extent;
-    dev->act = extent->compute;
-    dev->act_bytes = dev->act == RK_F32 ? 4 : 2;
     dev->block_shift = __builtin_ctz((unsigned)extent->block_tokens);
     dev->block_bytes =
-        (int64_t)rk_block_bytes(config, extent->compute, extent->block_tokens);
+        (int64_t)rk_block_bytes(config, extent->kv_type, extent->block_tokens);
     dev->layer_bytes = dev->block_bytes / config->n_layers;
     int before = cuda_enter(dev->context);
     if ((status = make_scratch(dev, err)) || (status = make_kv(dev, err)) ||

@@ -27,7 +27,7 @@ typedef struct rk_cuda_kv {
     int64_t block_bytes;  /* from block to block: all layers */
     int32_t block_shift;  /* log2(block_tokens) */
     int32_t n_kv_heads, head_dim;
-    rk_type type; /* act: RK_F32 or RK_BF16 */
+    rk_type type; /* rk_extent.kv_type, and q's: RK_F32 or RK_BF16 */
 } rk_cuda_kv;
 
 /* ---- once per process and device ----------------------------------------- */
@@ -47,8 +47,8 @@ cudaError_t rk_cuda_embed(float *out, const void *table, rk_type type,
                           const int32_t *tokens, int32_t n, int32_t width,
                           cudaStream_t stream);
 
-/* rk_ops.norm; weight NULL: conversion alone. out: act (n, width). */
-cudaError_t rk_cuda_norm(void *out, rk_type act, const float *x,
+/* rk_ops.norm; weight NULL: conversion alone. out: `type` (n, width). */
+cudaError_t rk_cuda_norm(void *out, rk_type type, const float *x,
                          const float *weight, float eps, int32_t n,
                          int32_t width, cudaStream_t stream);
 
@@ -57,8 +57,8 @@ cudaError_t rk_cuda_add_bias(float *out, const float *bias, int32_t n,
                              int32_t width, cudaStream_t stream);
 
 /* qkv: float32 (n, (n_heads + 2 n_kv_heads) * head_dim), the products without
- * bias (each bias NULL or (rows,)). q: act (n, n_heads * head_dim), rotated.
- * K, rotated, and V go to the pool where slots[i] >= 0. */
+ * bias (each bias NULL or (rows,)). q: kv->type (n, n_heads * head_dim),
+ * rotated. K, rotated, and V go to the pool where slots[i] >= 0. */
 typedef struct rk_cuda_rotation {
     void *q;
     const float *qkv;
@@ -72,9 +72,9 @@ typedef struct rk_cuda_rotation {
 cudaError_t rk_cuda_rotate(const rk_cuda_rotation *r, const rk_cuda_kv *kv,
                            cudaStream_t stream);
 
-/* out: act (n, ffn) = silu(gate) * up; rows of gate and up lie `stride`
+/* out: `type` (n, ffn) = silu(gate) * up; rows of gate and up lie `stride`
  * floats apart. */
-cudaError_t rk_cuda_swiglu(void *out, rk_type act, const float *gate,
+cudaError_t rk_cuda_swiglu(void *out, rk_type type, const float *gate,
                            const float *up, int64_t stride, int32_t n,
                            int32_t ffn, cudaStream_t stream);
 
@@ -111,8 +111,9 @@ cudaError_t rk_cuda_pick(rk_pick *out, const float *logits,
  * the device. A unit's partial results go to `partials`; rows that have more
  * than one are merged in the order of keys. */
 typedef struct rk_cuda_attention {
-    void *out;     /* act (n_rows, n_heads, head_dim) */
-    const void *q; /* the same shape, rotated */
+    void *out;        /* out_type (n_rows, n_heads, head_dim) */
+    rk_type out_type; /* rk_device.input: RK_F32 or RK_BF16 */
+    const void *q;    /* kv.type, the same shape, rotated */
     rk_cuda_kv kv;
     int32_t n_rows, n_heads;
     int32_t window;            /* of this layer; 0: all keys */
@@ -134,7 +135,7 @@ cudaError_t rk_cuda_attend(const rk_cuda_attention *a, cudaStream_t stream);
 
 /* Pairs (row, head of the group) of one unit that a block of threads takes:
  * what rk_work_rule.narrow_pairs and wide_pairs must be. */
-int32_t rk_cuda_attend_pairs(rk_type type, int32_t head_dim, bool wide);
+int32_t rk_cuda_attend_pairs(rk_type kv_type, int32_t head_dim, bool wide);
 
 #ifdef __cplusplus
 }

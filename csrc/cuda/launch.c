@@ -7,8 +7,7 @@
  */
 #include "cuda.h"
 
-/* ---- matrix products
- * --------------------------------------------------------- */
+/* ---- matrix products ----------------------------------------------------- */
 
 static cudaDataType_t data_type(rk_type type)
 {
@@ -22,11 +21,12 @@ static void product(cuda_device *dev, float *out, int32_t stride, const void *a,
                     const rk_matrix *w, int32_t n, bool accumulate)
 {
     const float one = 1.0f, beta = accumulate ? 1.0f : 0.0f;
-    cudaDataType_t type = data_type(dev->act);
+    const rk_type compute = dev->extent.compute;
+    cudaDataType_t type = data_type(compute);
     if (dev->error.status != RK_OK) {
         return;
     }
-    if (w->type != dev->act) {
+    if (w->type != compute) {
         rk_fail(&dev->error, RK_ETYPE,
                 "a matrix that is not of the session's type");
         return;
@@ -38,8 +38,7 @@ static void product(cuda_device *dev, float *out, int32_t stride, const void *a,
     cublas_error(code, "cublasGemmEx", &dev->error);
 }
 
-/* ---- what an op does
- * ---------------------------------------------------------- */
+/* ---- what an op does ----------------------------------------------------- */
 
 static const void *fact(const cuda_device *dev, size_t offset)
 {
@@ -54,7 +53,7 @@ static rk_cuda_kv layer_kv(const cuda_device *dev, int32_t layer)
         .block_shift = dev->block_shift,
         .n_kv_heads = dev->config.n_kv_heads,
         .head_dim = dev->config.head_dim,
-        .type = dev->act,
+        .type = dev->extent.kv_type,
     };
 }
 
@@ -91,6 +90,7 @@ static void issue_attention(cuda_device *dev, const cuda_op *op)
     const cuda_facts *f = &dev->facts;
     rk_cuda_attention attention = {
         .out = op->out,
+        .out_type = dev->base.input,
         .q = op->a,
         .kv = layer_kv(dev, op->layer),
         .n_rows = op->n,
@@ -126,7 +126,7 @@ static void issue_swiglu(cuda_device *dev, const cuda_op *op)
     int32_t ffn = dev->config.ffn_width;
     product(dev, dev->gate_up, 2 * ffn, op->a, &op->w[0], op->n, false);
     product(dev, dev->gate_up + ffn, 2 * ffn, op->a, &op->w[1], op->n, false);
-    CUDA_TRY(dev, rk_cuda_swiglu, op->out, dev->act, dev->gate_up,
+    CUDA_TRY(dev, rk_cuda_swiglu, op->out, dev->base.input, dev->gate_up,
              dev->gate_up + ffn, 2 * (int64_t)ffn, op->n, ffn,
              dev->context->stream);
 }
@@ -150,7 +150,7 @@ void cuda_issue(cuda_device *dev, const cuda_op *op)
                  fact(dev, f->tokens), op->n, op->w[0].cols, stream);
         break;
     case CUDA_NORM:
-        CUDA_TRY(dev, rk_cuda_norm, op->out, dev->act, op->a, op->b,
+        CUDA_TRY(dev, rk_cuda_norm, op->out, dev->base.input, op->a, op->b,
                  c->norm_eps, op->n, c->width, stream);
         break;
     case CUDA_QKV:

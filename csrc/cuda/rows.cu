@@ -447,11 +447,11 @@ cudaError_t rk_cuda_embed(float *out, const void *table, rk_type type,
     return cudaGetLastError();
 }
 
-cudaError_t rk_cuda_norm(void *out, rk_type act, const float *x,
+cudaError_t rk_cuda_norm(void *out, rk_type type, const float *x,
                          const float *weight, float eps, int32_t n,
                          int32_t width, cudaStream_t stream)
 {
-    rk_with_act(act, [=](auto element) {
+    rk_with_act(type, [=](auto element) {
         using T = decltype(element);
         RK_LAUNCH((norm<T>), (unsigned)n,
                   rk_row_threads(width, MAX_ROW_THREADS), 0, stream,
@@ -481,11 +481,11 @@ cudaError_t rk_cuda_rotate(const rk_cuda_rotation *r, const rk_cuda_kv *kv,
     return cudaGetLastError();
 }
 
-cudaError_t rk_cuda_swiglu(void *out, rk_type act, const float *gate,
+cudaError_t rk_cuda_swiglu(void *out, rk_type type, const float *gate,
                            const float *up, int64_t stride, int32_t n,
                            int32_t ffn, cudaStream_t stream)
 {
-    rk_with_act(act, [=](auto element) {
+    rk_with_act(type, [=](auto element) {
         using T = decltype(element);
         RK_LAUNCH((swiglu<T>), blocks_for(n, ffn), THREADS, 0, stream,
                   static_cast<T *>(out), gate, up, stride, n, ffn);

@@ -20,8 +20,8 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
                             int32_t max_outputs, rk_error *err)
 {
     const rk_config *c = &model->config;
-    size_t act = model->compute == RK_BF16 ? 2 : 4;
-    size_t in = device->input == RK_BF16 ? 2 : 4;
+    size_t in = rk_act_bytes(device->input);
+    size_t query = rk_act_bytes(device->query);
     size_t rows = (size_t)rk_rows_room(max_rows);
     size_t outputs = (size_t)rk_rows_room(max_outputs);
     size_t width = (size_t)c->width;
@@ -36,7 +36,7 @@ rk_status rk_forward_create(rk_forward *f, rk_device *device,
     f->x = ops->alloc(device, rows * width * sizeof(float));
     f->y = ops->alloc(device, outputs * width * sizeof(float));
     f->a = ops->alloc(device, rows * (width > heads ? width : heads) * in);
-    f->q = ops->alloc(device, rows * heads * act);
+    f->q = ops->alloc(device, rows * heads * query);
     f->h = ops->alloc(device, rows * (size_t)c->ffn_width * in);
     f->logits =
         ops->alloc(device, outputs * (size_t)c->vocab_size * sizeof(float));

@@ -12,7 +12,7 @@ typedef struct rk_forward {
     float *x;       /* (max_rows, width) residual stream */
     float *y;       /* (max_outputs, width) rows on their way to the head */
     void *a;        /* in (max_rows, max(width, n_heads * head_dim)) */
-    void *q;        /* act (max_rows, n_heads * head_dim) */
+    void *q;        /* q (max_rows, n_heads * head_dim) */
     void *h;        /* in (max_rows, ffn_width) */
     float *logits;  /* (max_outputs, vocab_size) */
     rk_pick *picks; /* (max_outputs,) */

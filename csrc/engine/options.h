@@ -16,6 +16,7 @@ typedef struct rk_options {
     rk_isa isa;
     int32_t n_threads;
     int64_t kv_bytes;
+    rk_type kv_type;      /* rk_extent.kv_type */
     int32_t block_tokens; /* power of two, 1 .. RK_TILE */
     int32_t step_tokens;  /* rows of a step at most; prefill goes in chunks */
     rk_rounding rounding; /* rk_extent.rounding */

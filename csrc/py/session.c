@@ -164,6 +164,7 @@ static PyObject *session_new(PyTypeObject *type, PyObject *args,
         goto fail;
     }
     a.options.rounding = self->rounding;
+    a.options.kv_type = rk_weights_model(self->weights)->compute;
     self->vocab_size = rk_weights_model(self->weights)->config.vocab_size;
     self->requests =
         rk_requests_new(a.token_bytes, a.special_ids, self->vocab_size);
