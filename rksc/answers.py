@@ -13,7 +13,8 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from .characters import LETTER, tidy
+from .characters import LETTER, THIN, tidy
+from .files import shown
 from .number_words import cardinal
 from .numerals import Numeral, read
 
@@ -27,8 +28,9 @@ def final_answer(text: str) -> str:
     "1,250 apples" is "1250", \frac{3}{4} is "3/4", $12.00 is "12", 5k is "5000". A pair, a range or
     a term comes as it stands. `same_answer` compares two answers.
     """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    text = _plain(text)
+    lines = [line.strip() for line in _text("text", text).splitlines() if line.strip()]
+    lines = [line for line in lines if not _UNANSWERED.fullmatch(line)]
+    text = _STATED_GROUPS.sub(_thin, _plain(text))
     numbers = [number for number in read(text) if not number.joined]
     words = None
     for stated in reversed(_statements(text)):
@@ -38,16 +40,21 @@ def final_answer(text: str) -> str:
         if said.counts or stated.sure:
             return said.text
         words = words or said.text
-    number = _last(text, numbers) if words is None else None
-    if number is not None:
-        return number.text
+    if words is None:
+        words = _last(text, numbers)
     return words or (lines[-1] if lines else "")
 
 
 def same_answer(a: str, b: str) -> bool:
     """Whether two answers are one: equal numbers however they are written (4.00 and $4, 3/4 and
     0.75, 50% and 0.5, 12 and twelve), in equal words. 12:30 is not 30, 5 M not 5 B, 50% not 50."""
-    return answer_key(a) == answer_key(b)
+    return answer_key(_text("a", a)) == answer_key(_text("b", b))
+
+
+def _text(field: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{field} must be a str, got {shown(value)}")
+    return value
 
 
 def answer_key(answer: str) -> Hashable:
@@ -65,7 +72,7 @@ def is_answer(answer: str, expected: str) -> bool:
 
 def holds_answer(text: str, expected: str) -> bool:
     """Whether a text contains the expected words and numbers, cutting none of its own."""
-    mine, wanted = tokens(text), tokens(expected)
+    mine, wanted = tokens(text), _inner(expected) or tokens(expected)
     return any(_stands(mine, i, wanted) for i in range(len(mine) - len(wanted) + 1))
 
 
@@ -80,6 +87,7 @@ class Token(NamedTuple):
 
 _TOKEN = re.compile(rf"(?:{LETTER}|_)+|\S")
 _AROUND = set("*$`_\"'“”‘’.")
+_PARENTHESES = {"(", ")"}
 _WORDLIKE = re.compile(rf"{LETTER}|[_\d]")
 
 
@@ -108,10 +116,13 @@ def _stands(mine: list[Token], at: int, wanted: list[Token]) -> bool:
 
 
 def _inner(answer: str) -> list[Token]:
-    """The tokens of an answer without quotes, emphasis and the full stop around it."""
+    """The tokens of an answer without quotes, emphasis and the full stop around it, and of a single
+    one, like the letter of a choice, without parentheses."""
     found = tokens(_plain(answer))
     around = [i for i, token in enumerate(found) if token.key not in _AROUND]
-    return found[around[0] : around[-1] + 1] if around else []
+    found = found[around[0] : around[-1] + 1] if around else []
+    single = [token for token in found if token.key not in _PARENTHESES]
+    return single if len(single) == 1 and len(found) <= 3 else found
 
 
 def _words(text: str, start: int, end: int) -> list[Token]:
@@ -157,6 +168,9 @@ _MARK = re.compile(
     r"|answers?(?:\s(?:to|for|of)\b[^\n.?!:=]{0,60}?)?[\s*_]{1,8}"
     r"(?:is|are|equals|(?:would|should|must|will) be)\b",
     re.IGNORECASE | re.MULTILINE,
+)
+_UNANSWERED = re.compile(
+    r"[#*_]*\s?(?:the |my )?(?:final )?answers?[\s*_]*[:=][\s*_]*|####", re.IGNORECASE
 )
 _NEXT_PROBLEM = re.compile(
     r"^[ \t#*_]*(?:question|problem|q)[*_]{0,3}:", re.IGNORECASE | re.MULTILINE
@@ -281,7 +295,16 @@ _BENIGN = re.compile(
 _SPACE = re.compile(r"[ \t\r\n]+")
 _NEXT_SENTENCE = re.compile(r"[.!?][\"'’”)*]{0,3}\s+\w|\n\s*\w")
 _BEFORE = re.compile(r"[ \t$*\\({[]{0,8}")
-_NUMBERED = re.compile(r"^[ \t*]*\d+[.)](?=\s)", re.MULTILINE)
+_NUMBERED = re.compile(r"^[ \t*]*(\d+)[.)](?=\s)", re.MULTILINE)
+_NO_NUMBER = re.compile(
+    r"(?:\\sqrt(?:\[\d\])?\s?\{?|√\s?\(?|\bbetween\s\S{1,20}\sand\s)\Z", re.IGNORECASE
+)
+# 9 500 dollars: where an answer is stated, a blank parts thousands.
+_STATED_GROUPS = re.compile(
+    r"(?:####|answers?[*_`'\"]{0,3}\s{0,3}[:=]|answer is)[\s*_$]{0,4}\d{1,2}(?: \d{3})+"
+    r"(?![\d,.]*\d)(?!\s?(?:and|or|to|[,;&-])?\s?\d)",
+    re.IGNORECASE,
+)
 
 
 def _trimmed(text: str) -> str:
@@ -358,14 +381,25 @@ def _several(said: str, start: int, end: int, numbers: Sequence[_Number]) -> str
     return said[start:end] if all_of_it or _LIST.fullmatch(text) else ""
 
 
-def _last(text: str, numbers: Sequence[Numeral]) -> Numeral | None:
+def _thin(stated: re.Match[str]) -> str:
+    head = re.match(r"\D*", stated[0])
+    assert head is not None
+    return head[0] + stated[0][head.end() :].replace(" ", THIN)
+
+
+def _last(text: str, numbers: Sequence[Numeral]) -> str | None:
     """Of a text that states nothing: what its last equation gives if it is in the last sentence or
-    said again, or else the last number. Asides and the numbers of a list's items count only if
-    nothing else does."""
+    said again, or else the last number, or the term or range that it is a part of. Asides and the
+    numbers of items count only if nothing else does, a list's 1, 2, 3 never."""
     clean = _ASIDE.sub(_blanked, text)
-    items = {match.end() for match in _NUMBERED.finditer(text)}
+    items, listed, next_item = set(), set(), "1"
+    for match in _NUMBERED.finditer(text):
+        items.add(match.end())
+        if match[1] in ("1", next_item):
+            listed.add(match.end())
+            next_item = str(int(match[1]) + 1)
     plain = [n for n in numbers if not clean[n.start].isspace() and n.end + 1 not in items]
-    numbers = plain or numbers
+    numbers = plain or [n for n in numbers if n.end + 1 not in listed]
     if not numbers:
         return None
     starts = [n.start for n in numbers]
@@ -377,6 +411,13 @@ def _last(text: str, numbers: Sequence[Numeral]) -> Numeral | None:
         term = _GOES_ON.match(clean, result.end)
         closed = later and _NEXT_SENTENCE.search(clean, result.end)
         if not term and (not closed or any(n.key == result.key for n in later)):
-            return result
+            return result.text
         break
-    return numbers[-1]
+    last = numbers[-1]
+    if not _NO_NUMBER.search(clean, max(0, last.start - 40), last.start):
+        return last.text
+    start = max((m.end() - 1 for m in _NEXT_SENTENCE.finditer(clean, 0, last.start)), default=0)
+    end = clean.find("\n", last.end)
+    whole = clean[start : end if end >= 0 else len(clean)]
+    within = [_Number(n.start - start, n.end - start, n) for n in numbers if n.start >= start]
+    return _chosen(whole, [n for n in within if n.end <= len(whole)], False)

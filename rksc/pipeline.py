@@ -26,7 +26,7 @@ def library() -> Any:
         import tokenizers
     except ImportError:
         raise ImportError(
-            "text needs the tokenizers library: pip install rksc[hf] (token ids work without)"
+            "text needs the tokenizers library: pip install 'rksc[hf]' (token ids work without)"
         ) from None
     return tokenizers
 

@@ -180,7 +180,7 @@ def _sentencepiece() -> Any:
         import sentencepiece
     except ImportError:
         raise ImportError(
-            "text needs the sentencepiece library for this model: pip install rksc[hf] "
+            "text needs the sentencepiece library for this model: pip install 'rksc[hf]' "
             "(token ids work without)"
         ) from None
     return sentencepiece

@@ -66,7 +66,7 @@ def render_template(template: ChatTemplate, variables: dict[str, Any]) -> str:
 def _folder_of(package: str) -> str:
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        raise ImportError("chat templates need jinja2: pip install rksc[hf]")
+        raise ImportError("chat templates need jinja2: pip install 'rksc[hf]'")
     return str(Path(found.origin).parents[1])
 
 
@@ -97,7 +97,7 @@ class _Process:
             kind, text = started._reply()
             if kind != worker.READY:
                 raise ImportError(
-                    f"chat templates need jinja2>=3.1.6 (pip install rksc[hf]): {text}"
+                    f"chat templates need jinja2>=3.1.6 (pip install 'rksc[hf]'): {text}"
                 )
         except BaseException as error:
             mine.close()

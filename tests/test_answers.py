@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,22 @@ STATED = [
     (r"\boxed{(2, \infty)}", r"(2, \infty)"),
     (r"\boxed{x < 5}", "x < 5"),
     ("Answer: H2O", "H2O"),
+    ("Answer: 9 500 dollars", "9500"),
+    ("So the answer is $12 500.", "12500"),
+    ("#### 9 500", "9500"),
+    ("Answer: 3 100 200 300 4", "3 100 200 300 4"),
+    ("Answer: 9 5000", "9 5000"),
+    ("Answer: 9 500 and 12 300", "9 500 and 12 300"),
+    (r"so it is \sqrt{2}", r"\sqrt{2}"),
+    ("The length is √2.", "√2"),
+    ("It lies between 3 and 5", "3 and 5"),
+    ("Steps:\n1. Add the two\n2. Then", "2. Then"),
+    ("1) apples\n2) pears", "2) pears"),
+    ("1. Add 3 and 4\n2. Then", "4"),
+    ("42. That is all.", "42"),
+    ("Answer:", ""),
+    ("x = 7\nAnswer:", "7"),
+    ("a whale\nFinal answer: ", "a whale"),
     ("Answer: GPT-4", "GPT-4"),
 ]
 
@@ -169,6 +186,15 @@ REPORTED = [
 ]
 
 
+@pytest.mark.parametrize("value", [None, 3, b"4", ["4"]])
+def test_what_is_no_text_has_no_answer(value: Any) -> None:
+    for call in (lambda: final_answer(value), lambda: same_answer(value, "4")):
+        with pytest.raises(TypeError, match="must be a str, got"):
+            call()
+    with pytest.raises(TypeError, match="b must be a str"):
+        same_answer("4", value)
+
+
 @pytest.mark.parametrize(("report", "text", "answer"), REPORTED)
 def test_reported_answers(report: str, text: str, answer: str) -> None:
     assert final_answer(text) == answer, report
@@ -181,7 +207,7 @@ SAME = [
     ("Blue.", "blue"), ("07:30", "7:30"), ("3 pm", "3:00 PM"), (r"0.\overline{3}", "1/3"),
     ("10,000", "10 000"), ("-3", "\u22123"), ("'B'", "b"), ("x = 5", "x=5"), ("004", "4"),
     (r"\text{13}", "13"), ("28 percent", r"28\%"), ("$29.00", "29"), ("2 dozen", "24"),
-    ("1.0e3", "1000"), ("5‰", "0.005"),
+    ("1.0e3", "1000"), ("5‰", "0.005"), ("(B)", "B"), ("B)", "b"), ("(12)", "12"),
 ]  # fmt: skip
 OTHER = [
     ("12:30", "30"), ("12:30", "12"), ("-3", "3"), ("5 M", "5 B"), ("3/4", "4"), ("50%", "50"),
@@ -190,7 +216,7 @@ OTHER = [
     ("1.2.3", "1.23"),
     ("4 10/3", "10/3"), ("12:00", "1:00"), ("A", "B"), ("x < 5", "x > 5"), ("3:5", "5:3"),
     ("2 dozen", "2"), ("1e999999", "1e999998"), ("twelve", "twenty"), ("10", "10²"),
-    ("5!", "5x"), ("", "0"),
+    ("5!", "5x"), ("", "0"), ("(B)", "(C)"), ("f(x)", "x"),
 ]  # fmt: skip
 
 
@@ -216,6 +242,7 @@ def test_different_answers_are_two(a: str, b: str) -> None:
         ("2 dozen", "2"),
         ("4 10/3", "10/3"),
         ("", "0"),
+        ("f(x)", "x"),
     }  # the second is in the first, or empty
     for text, expected in ((b, a), (a, b)) if (a, b) not in holds else ():
         with pytest.raises(AssertionError):

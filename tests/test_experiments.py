@@ -6,7 +6,9 @@ Every experiment also runs whole, on a random model of four layers and data of a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes as c
+import importlib.util
 import json
 import math
 import shlex
@@ -541,11 +543,48 @@ def test_only_what_was_asked_for_is_counted(tmp_path: Path, small: Model) -> Non
     assert lab.noise() is None
 
 
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def test_kept_measurements_are_mentioned(small: Model, tmp_path: Path) -> None:
+    first, second = lab_of(small, out=tmp_path), lab_of(small, out=tmp_path)
+    for _ in range(2):
+        first.measure(square, [{"x": 1}, {"x": 2}], timed=True)
+    assert first.kept() is None
+    second.measure(square, [{"x": 1}, {"x": 3}, {"x": 2}], timed=True)
+    assert str(second.kept()).startswith("2 of 3 measurements are those of an earlier run")
+
+
+def test_times_that_ray_does_not_take_are_mentioned(small: Model, tmp_path: Path) -> None:
+    lab = lab_of(small)
+    lab.measure(square, [{"x": 1}, {"x": 2}], timed=True)
+    assert lab.not_on_ray() is None
+    object.__setattr__(lab, "ray", True)
+    assert str(lab.not_on_ray()).startswith("2 timed measurements ran on this machine")
+
+
+@pytest.mark.parametrize(
+    ("missing", "plots", "told"),
+    [
+        ({"matplotlib"}, True, "need matplotlib: pip install 'rksc\\[experiments\\]'; --no-plots"),
+        ({"matplotlib", "scipy"}, True, "need SciPy and matplotlib: pip install"),
+        ({"scipy"}, False, "need SciPy: pip install"),
+        ({"matplotlib"}, False, None),
+    ],
+)
+def test_what_the_end_of_a_run_needs_is_asked_for_first(
+    monkeypatch: pytest.MonkeyPatch, missing: set[str], plots: bool, told: str | None
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else name)
+    with pytest.raises(ImportError, match=told) if told else contextlib.nullcontext():
+        command_module.require_packages(plots)
+
+
 def test_others_on_the_machine_are_mentioned(small: Model) -> None:
     lab = lab_of(small)
     lab.measure(square, [{"x": 1}], timed=True)
     for cpu, said in ((0.9, False), (0.5, True)):
-        lab.spent.update(dict.fromkeys(lab.spent, runner.Spent(1.0, cpu, True)))
+        lab.spent.update(dict.fromkeys(lab.spent, runner.Spent(1.0, cpu, True, False)))
         assert (lab.noise() is not None) is said
     assert "0.5 of 1 processors" in str(lab.noise())
 
@@ -1118,7 +1157,7 @@ def test_the_report_puts_what_speaks_against_it_first(
 ) -> None:
     out, tables = results
     lab = lab_of(small, quick=True, n=2, out=out)
-    page = report(tables, lab, "the command").read_text()
+    page = report(tables, lab, "the command", HAS_MATPLOTLIB).read_text()
     titles = ["What speaks against it", "What it leaves open", "What speaks for it"]
     assert sorted(titles, key=page.index) == titles
     assert "`the command`" in page
@@ -1313,15 +1352,12 @@ def test_the_command(
     command_module.add_experiment_options(parser)
     assert tuple(EXPERIMENTS) == command_module.NAMES
     options = parser.parse_args(["prefix_sweep", "--quick", "--out", str(tmp_path), "--threads",
-                                 "1", "--dtype", "float32", "--data", str(data)])  # fmt: skip
+                                 "1", "--dtype", "float32", "--data", str(data),
+                                 "--no-plots"])  # fmt: skip
     options.model = small
     assert command_module.experiment(options) == 0
     printed = capsys.readouterr().out
     assert "speed-up [x]" in printed and str(tmp_path / "prefix_sweep.csv") in printed
-
-
-def without_matplotlib(table: Table) -> None:
-    raise ImportError("no matplotlib")
 
 
 def test_all_keep_what_is_made_before_a_failure(
@@ -1332,10 +1368,9 @@ def test_all_keep_what_is_made_before_a_failure(
 
     parser = argparse.ArgumentParser()
     command_module.add_experiment_options(parser)
-    options = parser.parse_args(["all", "--out", str(tmp_path)])
+    options = parser.parse_args(["all", "--no-plots", "--out", str(tmp_path)])
     options.model = small
     made = replace(a_table(), name="eviction", also={})
-    monkeypatch.setattr(Table, "plot", without_matplotlib)
     monkeypatch.setattr("rksc.experiments.EXPERIMENTS", {"eviction": lambda _: made, "x": broken})
     with pytest.raises(OSError, match="went down"):
         command_module.experiment(options)
@@ -1344,7 +1379,7 @@ def test_all_keep_what_is_made_before_a_failure(
 
 @pytest.mark.parametrize(
     "line",
-    ["rksc experiment all", "rksc experiment cgee --n 3 --ray --seed 1",
+    ["rksc experiment all --no-plots", "rksc experiment cgee --n 3 --ray --seed 1",
      "rksc experiment all --model 'a b.gguf' --quick --out there --workers 2 --dtype float32"],
 )  # fmt: skip
 def test_a_report_tells_its_command(line: str) -> None:

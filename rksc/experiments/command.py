@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..demo import find_model
+
+if TYPE_CHECKING:
+    from .runner import Lab
 
 NAMES = (
     *("decomposition", "prefix_sweep", "tau_alpha_sweep", "rewording", "cgee", "eviction"),
@@ -36,12 +40,16 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="default: what this process may use")
     parser.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
+    parser.add_argument("--no-plots", action="store_true", help="tables alone, without matplotlib")
 
 
 def experiment(options: argparse.Namespace) -> int:
     """Run one experiment, or all and their report; tables go to --out and are printed."""
     from . import EXPERIMENTS, Lab, report
     from .tasks import missing_data
+
+    plots = not options.no_plots
+    require_packages(plots)
 
     engine: dict[str, Any] = {"n_threads": options.threads}
     if options.dtype is not None:
@@ -57,21 +65,38 @@ def experiment(options: argparse.Namespace) -> int:
     if options.name != "all":
         table = EXPERIMENTS[options.name](lab)
         print(table)
-        noise = lab.noise()
-        if noise is not None:
-            print(noise)
-        for path in table.save(options.out):
+        say_about(lab)
+        for path in table.save(options.out, plots):
             print(path)
         return 0
     tables = {}
     for name, run in EXPERIMENTS.items():
         tables[name] = run(lab)
-        tables[name].save(options.out)  # kept also where a later one fails
+        tables[name].save(options.out, plots)  # kept also where a later one fails
         print(f"\n{name}")
         for finding in tables[name].findings:
             print(finding, flush=True)
-    print(report(tables, lab, _command(options)))
+    say_about(lab)
+    print(report(tables, lab, _command(options), plots))
     return 0
+
+
+def require_packages(plots: bool) -> None:
+    """ImportError, before minutes of work, where a package is missing that their end needs."""
+    needed = {"scipy": "SciPy", **({"matplotlib": "matplotlib"} if plots else {})}
+    missing = [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        alone = "; --no-plots goes without matplotlib" if missing == ["matplotlib"] else ""
+        raise ImportError(
+            f"experiments need {' and '.join(missing)}: pip install 'rksc[experiments]'{alone}"
+        )
+
+
+def say_about(lab: Lab) -> None:
+    """What a reader of the figures must know about how they were measured."""
+    for line in (lab.noise(), lab.kept(), lab.not_on_ray()):
+        if line is not None:
+            print(line)
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -82,5 +107,6 @@ def _command(options: argparse.Namespace) -> str:
     for name, default in vars(parser.parse_args([options.name])).items():
         value = getattr(options, name)
         if value != default:
-            parts += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+            flag = f"--{name.replace('_', '-')}"
+            parts += [flag] if value is True else [flag, str(value)]
     return shlex.join(parts)

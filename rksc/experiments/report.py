@@ -14,13 +14,13 @@ _ROWS = 40  # a longer table stays in its CSV file
 _SAYS = {False: "What speaks against it", None: "What it leaves open", True: "What speaks for it"}
 
 
-def report(tables: Mapping[str, Table], lab: Lab, command: str) -> Path:
+def report(tables: Mapping[str, Table], lab: Lab, command: str, plots: bool = True) -> Path:
     """Write tables, pictures and README.md to the lab's `out`; the path of the page."""
     if lab.out is None:
         raise ValueError("out: the lab has no folder to write a report to")
     folder = Path(lab.out)
     for table in tables.values():
-        table.save(folder)
+        table.save(folder, plots)
     page = folder / "README.md"
     page.write_text("\n".join(_page(tables, lab, folder, command)) + "\n", "utf-8")
     return page

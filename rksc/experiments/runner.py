@@ -27,7 +27,7 @@ import numpy as np
 
 from .. import _core
 from ..demo import best_dtype
-from ..load import Model, load
+from ..load import Model, load, locate
 from ..progress import Progress, Shown
 from ..scalars import as_int
 from ..session import BranchSession
@@ -71,11 +71,12 @@ class Bench:
 
 class Spent(NamedTuple):
     """What a measurement took when it was made: seconds on the wall, and of all processors, which
-    is less where others had the machine. timed: it measured times."""
+    is less where others had the machine. timed: it measured times. kept: an earlier run made it."""
 
     seconds: float
     cpu: float
     timed: bool
+    kept: bool
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Lab:
             raise ValueError(f"n_workers must be an int >= 1, got {self.n_workers!r}")
         if self.n is not None and (n is None or n < 2):
             raise ValueError(f"n must be None or an int >= 2, got {self.n!r}")
+        if not isinstance(self.model, Model):
+            object.__setattr__(self, "model", locate(self.model))
         object.__setattr__(self, "n_workers", n_workers)
         object.__setattr__(self, "n", n)
         if (self.n_workers > 1 or self.ray) and self._path is None:
@@ -161,7 +164,9 @@ class Lab:
                         log.append({"key": key, **record})
                 bar.advance(len(done))
         for key in keys:
-            self.spent[key] = Spent(known[key]["seconds"], known[key]["cpu"], timed)
+            done = known[key]
+            spent = Spent(done["seconds"], done["cpu"], timed, key not in missing)
+            self.spent.setdefault(key, spent)
         return [known[key]["result"] for key in keys]
 
     @cached_property
@@ -180,6 +185,25 @@ class Lab:
             f"The machine was not quiet: the timed measurements had {cpu / wall:.1f} of {threads} "
             "processors. Tokens are counts and stand; times are rough."
         )
+
+    def kept(self) -> str | None:
+        """In words, how many measurements an earlier run had made; None: none."""
+        n = sum(spent.kept for spent in self.spent.values())
+        if not n:
+            return None
+        return (
+            f"{n} of {len(self.spent)} measurements are those of an earlier run, kept in "
+            f"{Path(self.out or '') / 'raw'}; times among them were not taken again. Another "
+            "folder (--out) measures all anew."
+        )
+
+    def not_on_ray(self) -> str | None:
+        """In words, that times were measured here and not over Ray; None: Ray was not asked for,
+        or nothing was timed."""
+        n = sum(spent.timed for spent in self.spent.values())
+        if not (self.ray and n):
+            return None
+        return f"{n} timed measurements ran on this machine one by one, not over Ray."
 
     def _work(self, work: list[Work], timed: bool) -> Iterator[dict[str, Result]]:
         if not work:
@@ -311,7 +335,7 @@ def _by_ray(path: str, engine: dict[str, Any], work: list[Work]) -> Iterator[dic
     try:
         import ray
     except ImportError:
-        raise ImportError("ray=True needs Ray: pip install rksc[ray]") from None
+        raise ImportError("ray=True needs Ray: pip install 'rksc[ray]'") from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
 

@@ -129,8 +129,9 @@ class Table:
             {name: cls._of(table) for name, table in plain["also"].items()},
         )
 
-    def save(self, folder: str | Path) -> list[Path]:
-        """CSV of every table, one JSON of all; with matplotlib PNG and PDF. What was written."""
+    def save(self, folder: str | Path, plots: bool = True) -> list[Path]:
+        """CSV of every table, one JSON of all, the figure as PNG and PDF (extra [experiments]).
+        What was written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         made = [folder / f"{self.name}.json", folder / f"{self.name}.csv"]
@@ -139,10 +140,9 @@ class Table:
         for name, table in self.also.items():
             made.append(folder / f"{self.name}-{name}.csv")
             table.to_csv(made[-1])
-        try:
-            figure = self.plot()
-        except ImportError:
+        if not plots:
             return made
+        figure = self.plot()
         pictures = [folder / f"{self.name}.png", folder / f"{self.name}.pdf"]
         figure.savefig(pictures[0])
         figure.savefig(pictures[1], metadata={"CreationDate": None})
