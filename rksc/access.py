@@ -51,12 +51,12 @@ class Access:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(_host_of(host)):
             raise RequestError(
-                f"this server is not called {shown(host)}: its --allowed-host names it so",
+                f"the host {shown(host)} is not allowed: --allowed-host allows it",
                 code="host_not_allowed",
             )
         if origin is not None and not self._knows(_host_of(origin)):
             raise RequestError(
-                f"web pages of {shown(origin)} are refused",
+                f"requests from web pages of {shown(origin)} are not allowed",
                 code="origin_not_allowed",
                 status_code=403,
             )
@@ -95,7 +95,9 @@ def _host(name: str) -> str:
     except ValueError:
         if re.fullmatch(r"[\w-]+(\.[\w-]+)*", bare):
             return bare
-        raise ValueError(f"{name!r} is no name of a host (without a port, no wildcards)") from None
+        raise ValueError(
+            f"{name!r} is not a host name or an address (no port, no wildcards)"
+        ) from None
 
 
 def _host_of(text: str) -> str | None:

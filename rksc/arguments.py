@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -24,6 +25,21 @@ def no_tokenizer(field: str) -> ValueError:
         f"{field}: text needs a tokenizer, and this session has none: pip install 'rksc[hf]' for "
         "the model's own, or pass tokenizer=; token ids work without"
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What a slip may have meant, for a message: "; did you mean 'n_threads'?", or ""."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1) or [k for k in known if name in k.split("_")]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_options(what: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """A TypeError names an option that `what` does not have, and what it may have meant."""
+    for name in options:
+        if name not in known:
+            meant = nearest(name, known) or f": it has {', '.join(known)}"
+            raise TypeError(f"{what} has no option {name!r}{meant}")
 
 
 def parse_bytes(value: int | str) -> int:
@@ -91,14 +107,14 @@ def as_cgee(cgee: Any, n_layers: int) -> CGEE | None:
 
 
 def distinct(branches: Branch | Sequence[Branch]) -> list[Branch]:
-    """`as_list` for a call that changes branches: each may stand there once."""
+    """`as_list` for a call that changes branches: each at most once."""
     listed = as_list(branches)
     seen: set[int] = set()
     for i, branch in enumerate(listed):
         if not isinstance(branch, Branch):
             raise TypeError(f"branches[{i}] must be a rksc.Branch, not {type(branch).__name__}")
         if id(branch) in seen:
-            raise ValueError(f"branches: branch {branch.id} stands there twice")
+            raise ValueError(f"branches: branch {branch.id} is given twice")
         seen.add(id(branch))
     return listed
 

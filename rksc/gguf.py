@@ -126,7 +126,9 @@ class _Cursor:
         """Claim the next n bytes; returns where they start."""
         start = self.at
         if n > len(self.data) - start:
-            raise self.fail(f"{n} bytes reach past the end; the file may be truncated")
+            raise self.fail(
+                f"{n} bytes reach past the end; the file may be truncated, get it again"
+            )
         self.at = start + n
         return start
 
@@ -148,11 +150,15 @@ class _Cursor:
         result = []
         for _ in range(n):
             if at + 8 > end:
-                raise self.fail("strings reach past the end; the file may be truncated")
+                raise self.fail(
+                    "strings reach past the end; the file may be truncated, get it again"
+                )
             start = at + 8
             at = start + length(data, at)[0]
             if at > end:
-                raise self.fail("strings reach past the end; the file may be truncated")
+                raise self.fail(
+                    "strings reach past the end; the file may be truncated, get it again"
+                )
             try:
                 result.append(str(data[start:at], "utf-8"))
             except UnicodeDecodeError:
@@ -248,7 +254,7 @@ def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -
         if done > len(body):
             raise cursor.fail(
                 f"its bytes {offset}..{done} reach past the end of the data at {len(body)}; "
-                "the file may be truncated"
+                "the file may be truncated, get it again"
             )
         tensors[name] = Stored(path, name, type_name, shape, body[offset:done])
     if len(body) > -(-done // alignment) * alignment:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Tensor
+from .arguments import check_options
 from .config import ModelConfig, from_gguf, from_hf
 from .ends import folder_ends
 from .files import contents, opened, read_json, reading, what_is
@@ -63,8 +64,9 @@ class Model:
 
         Without the libraries of rksc[hf] the session has no tokenizer and takes ids only.
         """
-        from .session import BranchSession
+        from .session import SESSION_OPTIONS, BranchSession
 
+        check_options("a session", options, SESSION_OPTIONS)
         if "tokenizer" not in options:
             try:
                 options["tokenizer"] = self.tokenizer

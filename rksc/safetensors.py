@@ -47,7 +47,7 @@ def _read_one(path: Path, data: memoryview) -> dict[str, Stored]:
         if end > len(body):
             raise ValueError(
                 f"tensor {name}: its bytes {start}..{end} reach past the end of the "
-                f"data at {len(body)}; the file may be truncated"
+                f"data at {len(body)}; the file may be truncated, get it again"
             )
         spans.append((start, end, name))
         tensors[name] = Stored(path, name, dtype, shape, body[start:end])
@@ -70,7 +70,7 @@ def _cut(data: memoryview) -> tuple[dict[str, Any], memoryview]:
         )
     header = bytes(data[8 : 8 + n_header])
     if not header.startswith(b"{"):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     with reading("malformed header"):
         return parse_json(header, strict=True), data[8 + n_header :]
 

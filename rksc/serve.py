@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
 from collections import deque
@@ -402,6 +403,9 @@ def _no_route(connection: HTTPRequest, error: Exception) -> Response:
     """A path or a method that is not served."""
     assert isinstance(error, HTTPException)
     said = f"{connection.method} {connection.url.path}: {error.detail}"
+    if error.status_code == 404:
+        paths = (route.path for route in connection.app.routes if "{" not in route.path)
+        said += f"; there are {', '.join(paths)}"
     code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
     found = RequestError(said, code=code, status_code=error.status_code)
     return JSONResponse({"error": found.body}, found.status_code, error.headers)
@@ -474,11 +478,24 @@ def serve(
     """Serve until Ctrl-C or SIGTERM; what still runs then has GRACE_SECONDS to end.
 
     access: who may use it. ValueError: the address can be reached from other machines, and there
-    is neither a key nor `no_key`. OSError: the address is taken.
+    is neither a key nor `no_key`, or the host has no address. OSError: the port is in use.
     """
     access = (access or Access()).at(host, no_key=no_key)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=128) as listener:
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        if isinstance(error.__context__, socket.gaierror):
+            raise ValueError(
+                f"host {host!r} has no address; 127.0.0.1 is for this machine alone, 0.0.0.0 for "
+                "all of its addresses"
+            ) from None
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            error.errno, f"port {port} of {host} is in use: take another (0 is any free one)"
+        ) from None
+    with listener:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: connections inherit it
             listener.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * WRITE_SECONDS)

@@ -6,6 +6,7 @@ here text becomes tokens, settings become numbers, and rows become the records o
 
 from __future__ import annotations
 
+import inspect
 import math
 import secrets
 import threading
@@ -371,7 +372,7 @@ class BranchSession(_core.Session):
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         for text in stops:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must be non-empty strings, got {text!r}")
+                raise ValueError(f"stop: a stop string must be a non-empty str, got {text!r}")
             check_text("stop", text)
         if stops:
             self._tokenizer_for("stop")
@@ -597,3 +598,7 @@ def _common(rows: list[NDArray[Any]]) -> int:
         return 0
     same = np.all([row[:n] == rows[0][:n] for row in rows], axis=0)
     return n if same.all() else int(np.argmin(same))
+
+
+SESSION_OPTIONS = tuple(inspect.signature(BranchSession.__new__).parameters)[3:]
+"""The names of a session's options: all but the class, the weights and their configuration."""

@@ -251,11 +251,11 @@ def session_of(
 
 def check_room(session: BranchSession, field: str, n_branches: int) -> None:
     """Refuse more branches at a time than there are blocks: not even one token each has room."""
-    n_blocks = session.stats().blocks_total
-    if n_branches > n_blocks:
+    stats = session.stats()
+    if n_branches > stats.blocks_total:
         raise ValueError(
-            f"{field}: {n_branches} branches at a time, but kv_bytes is {n_blocks} KV blocks and "
-            "each branch needs one of its own"
+            f"{field}: {n_branches} branches at a time, but kv_bytes is {stats.blocks_total} KV "
+            f"blocks of {stats.block_bytes / 2**20:.2g} MiB, and each branch needs one of its own"
         )
 
 

@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from rksc import Model, Node, Solution, cuda, data
 from rksc import demo as demo_module
 from rksc import selftest as module
 from rksc.cli import _parser, _problem, main
+from rksc.clients import OpenAI
 from rksc.guard import same_numbers
 from rksc.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
 
@@ -25,6 +27,42 @@ from rksc.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, 
 @pytest.fixture
 def path(smollm2: Model) -> str:
     return str(smollm2.path)
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [("threads", "n_threads"), ("kv", "kv_bytes"), ("dtyp", "dtype"), ("cge", "cgee")],
+)
+def test_a_misspelt_option_of_a_session_is_answered(smollm2: Model, option: str, near: str) -> None:
+    said = f"a session has no option '{option}'; did you mean '{near}'\\?"
+    for make in (smollm2.session, lambda **options: OpenAI(smollm2, **options)):
+        with pytest.raises(TypeError, match=said):
+            make(**{option: 1})
+    with pytest.raises(TypeError, match="no option 'api_key': it has device, dtype, kv_bytes"):
+        OpenAI(smollm2, api_key="x")
+
+
+def test_doctor_lists_the_extras_of_the_project(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    block = project.read_text("utf-8").partition("[project.optional-dependencies]")[2]
+    rows = re.findall(r"^([\w-]+) = \[(.*)\]$", block.partition("\n[")[0], re.MULTILINE)
+    requires = [
+        f'{package}; extra == "{extra}"'
+        for extra, packages in rows
+        for package in re.findall(r'"([^"]+)"', packages)
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
+    monkeypatch.setattr("rksc.cli._version", lambda name: None)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for package, extra in (("tokenizers", "hf"), ("sentencepiece", "hf"), ("uvicorn", "serve"),
+                           ("matplotlib", "experiments"), ("lm-eval", "lm-eval")):  # fmt: skip
+        assert re.search(
+            rf"^{package} +not installed \(pip install 'rksc\[{extra}\]'\)$", printed, re.M
+        )
+    assert "torch " in printed and "rksc[hf" not in printed.replace("'rksc[hf]'", "")
 
 
 def test_version(capsys: Any) -> None:
@@ -70,6 +108,12 @@ def test_a_closed_pipe_is_no_error() -> None:
         (["--html", "/no/such/folder/x"], "--html: cannot write '/no/such/folder/x'"),
         (["--html", "/"], "--html: cannot write"),
         (["--cgee", "turbo"], "--cgee: invalid choice: 'turbo' (choose from"),
+        (["--threads", "9999"], "--threads: must be in 1 .. 1024, got '9999'"),
+        (["--seed", "-5"], "--seed: must be in 0 .. 2**64 - 1, got '-5'"),
+        (["--temperature", "-1"], "--temperature: must be a number >= 0, got '-1'"),
+        (["--temperature", "nan"], "--temperature: must be a number >= 0, got 'nan'"),
+        (["--temprature", "1"], "unknown arguments: --temprature 1; did you mean '--temperature'?"),
+        (["--frobnicate"], "usage: rksc solve"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(
@@ -152,11 +196,28 @@ def test_an_approach_is_a_whole_answer(capsys: Any) -> None:
     assert "--approach" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--n", "0"], "--n: must be a whole number, at least 2"),
+        (["--out", __file__], "test_cli.py' is a file, not a folder"),
+        (["--no-pots"], "did you mean '--no-plots'?"),
+    ],
+)
+def test_bad_options_of_experiment(capsys: Any, options: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["experiment", "cgee", *options])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
     assert main(["solve", path, "x", "--dtype", "int4"]) == 2
     assert "dtype" in capsys.readouterr().err
     assert main(["solve", path, "x", "--kv", "much"]) == 2
     assert "kv_bytes" in capsys.readouterr().err
+    assert main(["solve", path, "x", "--kv", "1M"]) == 2
+    assert "kv_bytes is 2 KV blocks of 0.35 MiB, and each branch" in capsys.readouterr().err
 
 
 def test_solve(capsys: Any, path: str, tmp_path: Path) -> None:

@@ -506,7 +506,7 @@ def test_a_folder_of_something_else_says_what_it_holds(tmp_path: Path, folder: P
     (tmp_path / "g").mkdir()
     refused(tmp_path / "g", "config.json: no such file (but nothing)")
     (tmp_path / "g" / "model-q4.gguf").write_bytes(b"GGUF")
-    refused(tmp_path / "g", "no such file (but model-q4.gguf)")
+    refused(tmp_path / "g", "give one of them, like")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refused(folder, "neither model.safetensors nor", "config.json, pytorch_model.bin")
     for i in range(100):

@@ -51,6 +51,21 @@ def missing_tests(text: str) -> list[str]:
     return missing
 
 
+def unquoted_extras(text: str) -> list[str]:
+    """Commands that a shell takes for a pattern of file names: pip install name[extra]."""
+    return re.findall(r"pip install (?:-\w+ )*[\w.]+\[[\w,-]+\]", text)
+
+
+@pytest.mark.parametrize("folder", ["rksc", "examples", "benchmarks", "docs", "csrc"])
+def test_extras_to_install_are_quoted(folder: str) -> None:
+    assert unquoted_extras("try: pip install rksc[hf] or pip install 'rksc[ray]'") == [
+        "pip install rksc[hf]"
+    ]
+    for path in (ROOT / folder).rglob("*"):
+        if path.suffix in {".py", ".md", ".c", ".h", ".ipynb", ".pyi"}:
+            assert unquoted_extras(path.read_text("utf-8")) == [], path
+
+
 def missing_names(text: str) -> list[str]:
     """rksc.name in code that the package does not export; modules and file names may stand."""
     found = set(re.findall(r"\brksc\.([A-Za-z]\w*)", text))

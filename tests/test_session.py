@@ -638,7 +638,7 @@ def test_a_branch_that_stands_there_twice_is_named(session: BranchSession) -> No
     root = session.prefill(T4.tokens(20))
     kid = root.fork(1)[0]
     for call in (session.generate, session.stream):
-        with pytest.raises(ValueError, match=f"branch {kid.id} stands there twice"):
+        with pytest.raises(ValueError, match=f"branch {kid.id} is given twice"):
             call([kid, root, kid], 5)
     assert session.n_requests == 0
     assert kid.n_tokens == 20

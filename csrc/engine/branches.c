@@ -61,7 +61,8 @@ rk_status rk_session_add(rk_session *s, rk_branch **out, const int32_t *tokens,
 {
     *out = NULL;
     if (n_tokens < 1) {
-        return rk_fail(err, RK_EVALUE, "tokens: a prompt needs one at least");
+        return rk_fail(err, RK_EVALUE,
+                       "tokens: a prompt needs at least one token");
     }
     rk_status status =
         rk_session_check_tokens(s, "tokens", tokens, n_tokens, 0, err);
@@ -166,7 +167,7 @@ rk_status rk_session_compute(rk_session *s, rk_branch *const *branches,
         for (int32_t j = 0; j < i; j++) {
             if (branches[i] == branches[j]) {
                 return rk_fail(err, RK_EVALUE,
-                               "branches: branch %llu stands there twice",
+                               "branches: branch %llu is given twice",
                                (unsigned long long)rk_look(branches[i])->id);
             }
         }

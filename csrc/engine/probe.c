@@ -453,7 +453,8 @@ rk_status rk_session_prefill_similar(rk_session *s, rk_branch **out,
     report->own_token_layers = report->root_token_layers = 0;
     rk_status status = rk_session_check_branch(root, err);
     if (status == RK_OK && n_tokens < 1) {
-        status = rk_fail(err, RK_EVALUE, "tokens: a prompt needs one at least");
+        status = rk_fail(err, RK_EVALUE,
+                         "tokens: a prompt needs at least one token");
     }
     if (status == RK_OK && asks->probe == RK_PROBE_SUFFIX && n_suffix < 1) {
         status = rk_fail(err, RK_EVALUE, "suffix: probe \"suffix\" needs one");

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ..arguments import nearest
 from ..scalars import as_float, as_int
 from ..text import check_text
 from ._errors import FieldError
@@ -53,14 +54,14 @@ _ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
         "min_tokens": (0,), "min_new_tokens": (0,), "min_length": (0,),
         "repetition_detection": _NONE, "thinking_token_budget": (-1,),
     },
-    "texts are held to no format": {
+    "answers cannot be held to a format": {
         "response_format": ({"type": "text"},), "structured_outputs": _NONE,
         "guided_decoding": _NONE, "guided_json": _NONE, "guided_regex": _NONE,
         "guided_choice": _NONE, "guided_grammar": _NONE, "guided_decoding_backend": _NONE,
         "guided_whitespace_pattern": _NONE, "structural_tag": _NONE, "verbosity": ("medium",),
         "reasoning_effort": _NONE, "include_reasoning": (True,),
     },
-    "no tools are called": {
+    "tools cannot be called": {
         "tools": _EMPTY, "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
         "functions": _EMPTY, "function_call": ("none", "auto"), "web_search_options": _NONE,
     },
@@ -149,7 +150,8 @@ def check_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> 
         if not any(_same(value, other) for other in neutral):
             said, why = f"{name}={shown(value)} is not supported", _WHY.get(name)
             code = "unsupported_parameter" if why else "unknown_parameter"
-            raise FieldError(str(name), f"{said}: {why}" if why else said, code)
+            hint = f": {why}" if why else nearest(str(name), [*known, *NEUTRAL])
+            raise FieldError(str(name), said + hint, code)
 
 
 def _check_length(name: str, value: Any) -> None:
@@ -262,7 +264,7 @@ class Fields:
             expected = f"strings of at most {longest} characters"
             self.refuse(name, expected, "string_above_max_length")
         if not all(isinstance(text, str) and text for text in found):
-            self.refuse(name, "non-empty strings")
+            self.refuse(name, "a list of strings that are not empty")
         try:
             for text in found:
                 check_text(name, text)

@@ -23,7 +23,7 @@ def read_json(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
+        raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     if b"\\ud" in data.lower():

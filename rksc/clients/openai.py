@@ -177,5 +177,5 @@ def model_card(name: str) -> dict[str, Any]:
 
 
 def no_model(name: str, known: str) -> FieldError:
-    said = f"model {name!r} does not exist: there is {known!r}"
+    said = f"model {name!r} does not exist; this server has {known!r}"
     return FieldError("model", said, "model_not_found", 404)

@@ -164,8 +164,8 @@ class Lab:
                         log.append({"key": key, **record})
                 bar.advance(len(done))
         for key in keys:
-            done = known[key]
-            spent = Spent(done["seconds"], done["cpu"], timed, key not in missing)
+            record = known[key]
+            spent = Spent(record["seconds"], record["cpu"], timed, key not in missing)
             self.spent.setdefault(key, spent)
         return [known[key]["result"] for key in keys]
 
