@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path = [str(HERE.parent / "tests"), *(p for p in sys.path if p not in ("", str(HERE)))]
 
 import numpy as np
-from models import T4
+from support.models import T4
 
 import rksc
 from rksc.data import problems

@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in (".", "tests")]
 
 import numpy as np
-from models import ALL
-from sessions import open_session
+from support.models import ALL
+from support.sessions import open_session
 
 from rksc import _core
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rksc.bench import Shape
-from rksc.config import ModelConfig
+from rksc.experiments.workload import Shape
+from rksc.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ import machine
 from contest import Contestant
 
 from rksc import _core, load
-from rksc.bench import Shape, flop
-from rksc.demo import best_dtype, find_model
+from rksc.engine.defaults import best_dtype, find_model
+from rksc.experiments.workload import Shape, flop
 
 WORKLOADS = {"W1": Shape(), "W2": Shape(prefix=4096, branches=32)}
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import machine
 
-from rksc.bench import Shape
+from rksc.experiments.workload import Shape
 
 START_SECONDS, RUN_SECONDS = 900.0, 1800.0
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -59,7 +59,7 @@ def _target(source: Path, kind: str, folder: Path) -> Path:
 
 def _type_of(source: Path) -> str:
     """The type that most matrices of a GGUF have."""
-    from rksc.gguf import read_gguf
+    from rksc.formats.gguf import read_gguf
 
     sizes: dict[str, int] = {}
     for tensor in read_gguf(source).tensors.values():

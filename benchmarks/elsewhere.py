@@ -28,7 +28,7 @@ import engines
 import machine
 
 from rksc import BranchSession, Model, load
-from rksc.bench import Shape, kv_bytes
+from rksc.experiments.workload import Shape, kv_bytes
 
 CONTESTS = {
     "float32": ["rksc", "llama.cpp", "transformers"],

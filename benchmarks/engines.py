@@ -17,7 +17,7 @@ from contest import Contestant
 from derive import INSTALL, derive, missing
 from machine import ROOT
 
-from rksc.bench import Shape
+from rksc.experiments.workload import Shape
 
 PEERS = ROOT / "benchmarks" / "peers"
 # What vLLM's CPU build asks for, without what it does not need for text.

@@ -310,7 +310,7 @@ def mechanisms(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of a similar prefill (ASKS), and of a verification with shortcuts and without
     (CGEE); and RSBCM."""
     from rksc import ASKS, CGEE
-    from rksc.bench import Shape, workload
+    from rksc.experiments.workload import Shape, workload
 
     config = MODELS[name]
     tiny = options.device == "cpu"
@@ -339,8 +339,8 @@ def evictions(
 ) -> dict[str, Any]:
     """RSBCM: eight branches with scores go on in turn, with all the KV that they need and with
     half of what they need for themselves; blocks go by omega, and what is missed is recomputed."""
-    from rksc.bench import Shape, workload
-    from rksc.config import ModelConfig
+    from rksc.experiments.workload import Shape, workload
+    from rksc.model.config import ModelConfig
 
     parsed = ModelConfig.of({**COMMON, **config})
     tiny = options.device == "cpu"
@@ -398,10 +398,10 @@ def attention(name: str, options: argparse.Namespace) -> dict[str, Any]:
     layers are more than a cache holds. Batches of decoding are recorded, so all of their layers
     are one graph: gaps between its kernels count, the host's work does not.
     """
-    import cudarig
     import numpy as np
-    from native import RK_BF16
-    from oprig import Plan, Row, Shape
+    from support import cudarig
+    from support.native import RK_BF16
+    from support.oprig import Plan, Row, Shape
 
     from rksc.cuda import library
 
@@ -459,7 +459,7 @@ def rates(seconds: float, moved: int, done: int, measured: dict[str, Any]) -> di
 def gaps(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Decode steps of 8 branches: the time in which some kernel runs, by torch's profiler, beside
     the time that steps take without it; and the kernels that take most."""
-    from rksc.bench import Shape, workload
+    from rksc.experiments.workload import Shape, workload
 
     torch, config = torch_of(options), MODELS[name]
     tiny = options.device == "cpu"
@@ -505,7 +505,7 @@ def busy(kernels: list[tuple[str, float, float]], wall: float, steps: int) -> di
 
 
 def shapes(options: argparse.Namespace) -> dict[str, Any]:
-    from rksc.bench import Shape
+    from rksc.experiments.workload import Shape
 
     if options.device == "cpu":
         return {"W1": Shape(prefix=64, branches=2, suffix=4, new=4, verify=3)}
@@ -515,7 +515,7 @@ def shapes(options: argparse.Namespace) -> dict[str, Any]:
 def branching(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of W1's and W2's phases: the quicker of two runs behind one that records and
     captures, and that one."""
-    from rksc.bench import shared, workload
+    from rksc.experiments.workload import shared, workload
 
     config = MODELS[name]
     weights = random_weights(config, options)
@@ -535,7 +535,7 @@ def branching(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def transformers_branching(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the same phases by transformers; "copy" is its copying of the cache."""
-    from rksc.bench import workload
+    from rksc.experiments.workload import workload
 
     config, torch = MODELS[name], torch_of(options)
     model = hugging_face(config, random_weights(config, options), options, torch.bfloat16)
@@ -600,8 +600,8 @@ def steps(name: str, options: argparse.Namespace) -> dict[str, Any]:
     The slope over the prefix is attention: bytes of shared K and V over it is a fraction of the
     bandwidth; what is left at no prefix beyond the weights' bytes is launches and gaps.
     """
-    from rksc.bench import Shape, flop, workload
-    from rksc.config import ModelConfig
+    from rksc.experiments.workload import Shape, flop, workload
+    from rksc.model.config import ModelConfig
 
     measured = written(options).get("machine", {})
     bandwidth = measured.get("bytes_per_second", math.nan)

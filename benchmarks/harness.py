@@ -106,7 +106,7 @@ def _compare_texts(ours: list[str], theirs: list[str]) -> list[str]:
 
 
 def main() -> int:
-    from rksc import demo
+    from rksc.engine import defaults
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", type=Path, help="a .gguf file")
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, action="append", help="batch sizes of hf (1, 4, 16)")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    path = options.model or Path(demo.find_model())
+    path = options.model or Path(defaults.find_model())
     limits = {ARC: options.arc, GSM8K: options.gsm8k}
     reference = hf_model(path, 1)
     for task, limit in limits.items():

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from rksc.experiments.runner import processor
+from rksc.calibration.runner import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 READ_BYTES = 1 << 30  # larger than most caches

@@ -31,8 +31,8 @@ import machine
 import rksc
 from rksc import ASKS, CGEE, Branch, BranchSession, Model, Sampling, load
 from rksc.data import problems
-from rksc.demo import best_dtype, find_model
-from rksc.prompts import Wordings
+from rksc.engine.defaults import best_dtype, find_model
+from rksc.reasoning.prompts import Wordings
 
 BRANCHES, NEW_TOKENS = 8, 24
 Make = Callable[..., BranchSession]

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import machine
-import native
-from native import RK_BF16, RK_F32
-from oprig import Array, Plan, Rig, Row, Shape, act, library, matrix
+from support import native
+from support.native import RK_BF16, RK_F32
+from support.oprig import Array, Plan, Rig, Row, Shape, act, library, matrix
 
 SMOL = [(576, 576), (1536, 576), (576, 1536), (49152, 576)]
 WIDE = [(4096, 4096), (14336, 4096)]

@@ -39,10 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from as_transformers import as_transformers
-from model_files import BLOCK_TYPES, encode, fitting, smollm2
-from models import ARCHITECTURES
-from reference import log_softmax
+from support.as_transformers import as_transformers
+from support.model_files import BLOCK_TYPES, encode, fitting, smollm2
+from support.models import ARCHITECTURES
+from support.reference import log_softmax
 
 import rksc
 

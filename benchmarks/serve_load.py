@@ -431,10 +431,10 @@ def main(arguments: list[str] | None = None) -> int:
         print("serve_load: 120 minutes and 500 connections at most", file=sys.stderr)
         return 2
     import rksc
-    from rksc import demo
+    from rksc.engine import defaults
 
-    options.dtype = options.dtype or demo.best_dtype()
-    path = Path(options.model or demo.find_model())
+    options.dtype = options.dtype or defaults.best_dtype()
+    path = Path(options.model or defaults.find_model())
     known = catalogue(options.catalogue, random.Random(options.seed))
     began = time.perf_counter()
     answers(rksc.load(path), known, kv_bytes=options.kv, dtype=options.dtype)

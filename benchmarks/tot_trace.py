@@ -126,9 +126,9 @@ def child(python: str, engine: str, work: Path) -> dict[str, Any] | str:
 
 def compare(options: argparse.Namespace) -> int:
     import rksc
-    from rksc import demo
+    from rksc.engine import defaults
 
-    path = str(options.model or demo.find_model())
+    path = str(options.model or defaults.find_model())
     model = rksc.load(path)
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -138,7 +138,7 @@ def compare(options: argparse.Namespace) -> int:
         for prompt, n in calls
     ]
     work = {
-        "model": path, "dtype": options.dtype or demo.best_dtype(), "threads": options.threads,
+        "model": path, "dtype": options.dtype or defaults.best_dtype(), "threads": options.threads,
         "new": options.new, "calls": rows,
     }  # fmt: skip
     samples = sum(n for _, n in rows)

@@ -1,4 +1,4 @@
-"""Write docs/api.md from the docstrings of rksc/*.py and rksc/_core.pyi, without importing them.
+"""Write docs/api.md from the docstrings of rksc/ and rksc/_core.pyi, without importing them.
 
 python docs/make_api.py          writes it
 python docs/make_api.py --check  exits 1 when it is not up to date (a step of `make lint`)
@@ -179,7 +179,11 @@ def write_class(node: ast.ClassDef, inherited: ast.ClassDef | None) -> Iterator[
 
 
 def render() -> str:
-    sources = {p.stem: read(p) for p in sorted((ROOT / "rksc").glob("*.py"))}
+    package = ROOT / "rksc"
+    sources = {
+        ".".join(p.relative_to(package).with_suffix("").parts): read(p)
+        for p in sorted(package.rglob("*.py"))
+    }
     sources["_core"] = read(ROOT / "rksc" / "_core.pyi")
     names = exported(sources["__init__"])
     chaptered = [name for chapter in CHAPTERS.values() for name in chapter]

@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import rksc
 from rksc.clients import OpenAI
-from rksc.demo import best_dtype
+from rksc.engine.defaults import best_dtype
 
 PROPOSE = """Use numbers and basic arithmetic to reach 24. Each step combines two of the numbers.
 Input: 2 8 8 14

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 
 import rksc
-from rksc.load import locate
+from rksc.engine.load import locate
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -12,7 +12,7 @@ import sys
 
 import rksc
 from rksc.clients import tot
-from rksc.demo import best_dtype
+from rksc.engine.defaults import best_dtype
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

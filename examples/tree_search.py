@@ -8,7 +8,7 @@ import argparse
 
 import rksc
 from rksc.data import problems
-from rksc.demo import best_dtype
+from rksc.engine.defaults import best_dtype
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -16,18 +16,18 @@ except ModuleNotFoundError as _error:
         "An rksc that is installed elsewhere is found from other folders"
     ) from None
 
-from .answers import final_answer, same_answer
-from .calibrate import calibrate, calibrate_cgee
-from .config import ModelConfig
-from .guard import is_rewording, same_numbers
-from .load import Model, load
-from .number_words import numbers
-from .options import ASKS, CGEE, RSBCM, Sampling
-from .results import Gate, Generation, Stats, Token, Verdict
-from .search import search
-from .session import BranchSession
-from .solve import Approach, Node, Phase, Solution, solve
-from .tokenizer import Tokenizer
+from .answers.final import final_answer, same_answer
+from .answers.guard import is_rewording, same_numbers
+from .answers.number_words import numbers
+from .calibration.calibrate import calibrate, calibrate_cgee
+from .engine.load import Model, load
+from .engine.options import ASKS, CGEE, RSBCM, Sampling
+from .engine.results import Gate, Generation, Stats, Token, Verdict
+from .engine.session import BranchSession
+from .model.config import ModelConfig
+from .reasoning.search import search
+from .reasoning.solve import Approach, Node, Phase, Solution, solve
+from .text.tokenizer import Tokenizer
 
 __version__ = "0.2.0"
 

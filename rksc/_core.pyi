@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from .config import ModelConfig
-from .types import Tokens
+from .engine.types import Tokens
+from .model.config import ModelConfig
 
 isas: tuple[str, ...]
 """Instruction sets that this machine and build support, weakest first."""

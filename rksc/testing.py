@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._core import Branch
-from .answers import holds_answer, is_answer
-from .characters import tidy
-from .logits import log_softmax
-from .numerals import read
-from .results import Generation
-from .session import BranchSession, Text
-from .solve import Solution
-from .types import Tokens
+from .answers.characters import tidy
+from .answers.final import holds_answer, is_answer
+from .answers.numerals import read
+from .engine.logits import log_softmax
+from .engine.results import Generation
+from .engine.session import BranchSession, Text
+from .engine.types import Tokens
+from .reasoning.solve import Solution
 
 
 @dataclass(frozen=True)

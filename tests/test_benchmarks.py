@@ -23,10 +23,10 @@ import mechanisms
 import numpy as np
 import pytest
 from contest import Contestant
-from model_files import TINY, random_weights, write_gguf
+from support.model_files import TINY, random_weights, write_gguf
 
-from rksc.bench import Shape, flop
-from rksc.config import ModelConfig
+from rksc.experiments.workload import Shape, flop
+from rksc.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ModelConfig.of(dict(TINY))

@@ -10,14 +10,13 @@ import ctypes as c
 from pathlib import Path
 from typing import Any
 
-import model_files
-import native
 import numpy as np
 import pytest
-from blockrig import IDS, SIZES, beforehand, in_place, random_blocks, run_linear
-from model_files import BLOCK_TYPES, TINY
-from native import RK_BF16, RK_F32, RK_ROUND_INT8
-from oprig import (
+from support import model_files, native
+from support.blockrig import IDS, SIZES, beforehand, in_place, random_blocks, run_linear
+from support.model_files import BLOCK_TYPES, TINY
+from support.native import RK_BF16, RK_F32, RK_ROUND_INT8
+from support.oprig import (
     TYPES,
     Array,
     Output,

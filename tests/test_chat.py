@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rksc import template, template_worker
-from rksc.chat import render
-from rksc.template import ChatTemplate, render_template
+from rksc.text.chat import render
+from rksc.text.decoding import template, template_worker
+from rksc.text.template import ChatTemplate, render_template
 
 pytest.importorskip("jinja2")
 
@@ -479,7 +479,7 @@ def run(script: str, *options: str, **more: Any) -> str:
 def test_the_process_ends_with_its_parent_and_leaves_no_zombie() -> None:
     printed = run(
         """
-        from rksc.chat import render
+        from rksc.text.chat import render
         from rksc import template
         hi = [{"role": "user", "content": "Hi"}]
         print(render("{{ messages[0].content }}", hi))
@@ -495,7 +495,7 @@ def test_the_process_ends_with_its_parent_and_leaves_no_zombie() -> None:
 
 def test_a_parent_that_is_killed_takes_it_along() -> None:
     script = (
-        "import sys, os, time\nfrom rksc.chat import render\nfrom rksc import template\n"
+        "import sys, os, time\nfrom rksc.text.chat import render\nfrom rksc.text import template\n"
         "render('a', [{'role': 'user', 'content': 'Hi'}])\n"
         "print(template._pool._idle[-1]._process.pid, flush=True)\ntime.sleep(60)\n"
     )
@@ -522,7 +522,7 @@ def test_forked_children_have_processes_of_their_own() -> None:
     printed = run(
         """
         import os
-        from rksc.chat import render
+        from rksc.text.chat import render
         hi = [{"role": "user", "content": "Hi"}]
         render("a", hi)
         kids = []
@@ -549,7 +549,7 @@ def test_ctrl_c_is_for_the_parent_alone() -> None:
     printed = run(
         """
         import os, signal, time
-        from rksc.chat import render
+        from rksc.text.chat import render
         hi = [{"role": "user", "content": "Hi"}]
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & may ignore it
         render("a", hi)
@@ -569,7 +569,7 @@ def test_a_parent_with_much_memory_and_few_rights() -> None:
     printed = run(
         """
         import mmap, os, resource, signal, tempfile
-        from rksc.chat import render
+        from rksc.text.chat import render
         from rksc import template
         hi = [{"role": "user", "content": "Hi"}]
         no_reserve = 0x4000

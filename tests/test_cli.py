@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from rksc import Model, Node, Solution, cuda, data
-from rksc import demo as demo_module
-from rksc import selftest as module
-from rksc.cli import _parser, _problem, main
+from rksc.answers.guard import same_numbers
+from rksc.cli import demo as demo_module
+from rksc.cli import selftest as module
+from rksc.cli.command import _parser, _problem, main
+from rksc.cli.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
 from rksc.clients import OpenAI
-from rksc.guard import same_numbers
-from rksc.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
+from rksc.engine.defaults import best_dtype, find_model
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_doctor_lists_the_extras_of_the_project(
         for package in re.findall(r'"([^"]+)"', packages)
     ]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
-    monkeypatch.setattr("rksc.cli._version", lambda name: None)
+    monkeypatch.setattr("rksc.cli.command._version", lambda name: None)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     for package, extra in (("tokenizers", "hf"), ("sentencepiece", "hf"), ("uvicorn", "serve"),
@@ -88,7 +89,7 @@ def test_errors_are_one_line_and_status_2(capsys: Any, tmp_path: Path) -> None:
 def test_a_closed_pipe_is_no_error() -> None:
     root = str(Path(__file__).resolve().parent.parent)
     with subprocess.Popen(
-        [sys.executable, "-c", "from rksc.cli import main; import sys; sys.exit(main(['doctor']))"],
+        [sys.executable, "-m", "rksc.cli", "doctor"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -314,7 +315,7 @@ def test_doctor_tells_what_is_there_of_cuda(
 
 
 def test_selftest_passes(smollm2: Model) -> None:
-    findings = list(selftest(smollm2, dtype=demo_module.best_dtype()))
+    findings = list(selftest(smollm2, dtype=best_dtype()))
     assert [f.name for f in findings if not f.passed] == []
     seen = {f.name: f.seen for f in findings}
     assert len(seen) == 7
@@ -330,11 +331,11 @@ def test_selftest_can_fail(monkeypatch: pytest.MonkeyPatch, smollm2: Model, caps
 
     monkeypatch.setattr(module, "UNRELATED", REWORDED)
     monkeypatch.setattr(module, "PROBES", (module._asks_rejects, broken))
-    accepted, raised = module.selftest(smollm2, dtype=demo_module.best_dtype())
+    accepted, raised = module.selftest(smollm2, dtype=best_dtype())
     assert accepted.name == "ASKS rejects another question"
     assert not accepted.passed
     assert str(raised) == "FAIL  broken: KeyError: 'kv'"
-    monkeypatch.setattr("rksc.cli.selftest", lambda *a, **k: [Finding("x", False, "seen")])
+    monkeypatch.setattr("rksc.cli.command.selftest", lambda *a, **k: [Finding("x", False, "seen")])
     assert main(["doctor", str(smollm2.path), "--selftest"]) == 1
     assert "FAIL  x: seen" in capsys.readouterr().out
 
@@ -374,7 +375,7 @@ def test_the_demo_judges_only_what_came_to_an_end() -> None:
 def test_demo_model_is_found_or_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install"):
-        demo_module.find_model()
+        find_model()
 
 
 def test_data() -> None:

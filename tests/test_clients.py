@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import ASK, LONG, prompt_of, texts
-from letters import ASSISTANT, BOS, END, SPECIAL, SYSTEM, USER, Letters
-from model_files import TINY, random_weights
-from reference import log_softmax
+from support.asking import ASK, LONG, prompt_of, texts
+from support.letters import ASSISTANT, BOS, END, SPECIAL, SYSTEM, USER, Letters
+from support.model_files import TINY, random_weights
+from support.reference import log_softmax
 
 from rksc import BranchSession, CapacityError, Model, ModelConfig, Sampling, Tensor
-from rksc.chat import render
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._wire import lean
 from rksc.clients.tot import gpt_of
+from rksc.text.chat import render
 
 Make = Callable[..., BranchSession]
 ROOT = Path(__file__).resolve().parent.parent

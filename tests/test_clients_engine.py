@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asking import ASK, LONG, texts
-from models import T4
-from reference import log_softmax
+from support.asking import ASK, LONG, texts
+from support.models import T4
+from support.reference import log_softmax
 
 from rksc import CapacityError
 from rksc.clients import OpenAI

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import ASK, LONG
-from letters import Letters
+from support.asking import ASK, LONG
+from support.letters import Letters
 
 from rksc import BranchSession
 from rksc.clients import LLM, OpenAI

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import ASK, LONG, prompt_of, texts
-from letters import ASSISTANT, BOS, END, SPECIAL, USER, Letters
+from support.asking import ASK, LONG, prompt_of, texts
+from support.letters import ASSISTANT, BOS, END, SPECIAL, USER, Letters
 
 from rksc import Sampling
 from rksc.clients import LLM, OpenAI, SamplingParams

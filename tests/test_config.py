@@ -6,11 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
-import model_files
 import numpy as np
 import pytest
+from support import model_files
 
-from rksc.config import ModelConfig
+from rksc.model.config import ModelConfig
 
 TINY = model_files.TINY
 LLAMA3 = {

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import corerig as rig
-import native as N
 import numpy as np
 import pytest
-from corerig import Core, Event, Failure, alone, cgee
+from support import corerig as rig
+from support import native as N
+from support.corerig import Core, Event, Failure, alone, cgee
 
 MAY_FAIL = (N.RK_ECAPACITY, N.RK_EINTERRUPTED)
 ANY_STEPS = 400  # more steps than any request here can need

@@ -12,19 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import model_files
 import numpy as np
 import pytest
-from letters import Letters
-from model_files import TINY, gguf_bytes
+from support import model_files
+from support.letters import Letters
+from support.model_files import TINY, gguf_bytes
 from test_files import info, key, one, raw_gguf
 
 from rksc import BranchSession, load
-from rksc.config import ModelConfig
-from rksc.fields import Fields
-from rksc.files import plain, read_bytes, read_json, reading, shown, what_is
-from rksc.names import check_wrapped
-from rksc.rope import rope_frequencies
+from rksc.formats.fields import Fields
+from rksc.formats.files import plain, read_bytes, read_json, reading, shown, what_is
+from rksc.model.config import ModelConfig
+from rksc.model.names import check_wrapped
+from rksc.model.rope import rope_frequencies
 
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}

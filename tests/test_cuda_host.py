@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from oprig import to_bf16
+from support.oprig import to_bf16
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cuda_host"))
 import build as cuda_host

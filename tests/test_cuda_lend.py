@@ -11,12 +11,12 @@ import gc
 from typing import Any
 
 import numpy as np
-import producer as p
 import pytest
-from cudarig import ORDERS, library, set_order
-from models import T4
 from numpy.typing import NDArray
-from sessions import assert_books, open_session
+from support import producer as p
+from support.cudarig import ORDERS, library, set_order
+from support.models import T4
+from support.sessions import assert_books, open_session
 from test_cuda_session import TO_HOST, on_host_runtime
 
 import rksc

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import native
 import numpy as np
 import pytest
-from cudarig import ORDERS, CudaRig, Output, library, set_order
-from native import RK_BF16, RK_F16, RK_F32
-from oprig import TYPES, Array, Plan, Rig, Row, Shape, act, eps, value
-from reference import philox
+from support import native
+from support.cudarig import ORDERS, CudaRig, Output, library, set_order
+from support.native import RK_BF16, RK_F16, RK_F32
+from support.oprig import TYPES, Array, Plan, Rig, Row, Shape, act, eps, value
+from support.reference import philox
 from test_ops import (
     Cache,
     candidates,

@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import native
 import numpy as np
-import producer as p
 import pytest
-from cudarig import library, set_order
-from models import ARCHITECTURES, SHARP, T4, Small, make
 from numpy.typing import NDArray
-from sessions import assert_books, block_bytes, open_session
+from support import native
+from support import producer as p
+from support.cudarig import library, set_order
+from support.models import ARCHITECTURES, SHARP, T4, Small, make
+from support.sessions import assert_books, block_bytes, open_session
 
 import rksc
 from rksc import BranchSession, Sampling
@@ -409,7 +409,7 @@ def test_a_session_outlives_nothing(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from sessions import open_session
+from support.sessions import open_session
 session = open_session("T4", device="cuda")
 print(len(session.generate(session.prefill([1, 2, 3]).fork(2), 4, stop_ids=())[0].tokens))
 """

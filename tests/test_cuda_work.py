@@ -10,10 +10,10 @@ import ctypes as c
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import native
 import numpy as np
 import pytest
-from native import RK_ENOMEM, RK_OK, Batch, Error
+from support import native
+from support.native import RK_ENOMEM, RK_OK, Batch, Error
 from test_plan import Planner, Span
 
 OUT, NONE = -1, -2

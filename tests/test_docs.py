@@ -67,10 +67,13 @@ def test_extras_to_install_are_quoted(folder: str) -> None:
 
 
 def missing_names(text: str) -> list[str]:
-    """rksc.name in code that the package does not export; modules and file names may stand."""
+    """rksc.name in code that the package does not export; modules, loggers and files may stand."""
     found = set(re.findall(r"\brksc\.([A-Za-z]\w*)", text))
     modules = {path.stem for path in (ROOT / "rksc").glob("*.py")} | {"_core", "gguf", "h", "c"}
     modules |= {path.parent.name for path in (ROOT / "rksc").glob("*/__init__.py")}
+    logger = re.compile(r'getLogger\("rksc\.(\w+)"\)')
+    for path in (ROOT / "rksc").rglob("*.py"):
+        modules |= set(logger.findall(path.read_text("utf-8")))
     return sorted(name for name in found - modules if not hasattr(rksc, name))
 
 

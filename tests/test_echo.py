@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from asking import LONG
-from letters import BOS, END, USER, Letters
+from support.asking import LONG
+from support.letters import BOS, END, USER, Letters
 
 from rksc import Model, Tokenizer
 from rksc.clients import LLM, OpenAI, SamplingParams

@@ -14,23 +14,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import model_files
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import TINY
+from support import model_files
+from support.model_files import TINY
 
 import rksc
-import rksc.chat
-from rksc import template
+import rksc.text.chat
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._engine import Engine
-from rksc.config import ModelConfig
-from rksc.ends import folder_ends, template_ends
-from rksc.gguf import read_gguf
-from rksc.special import folder_templates, named_tokens, read_tokenizer_config
-from rksc.tokenizer import Tokenizer
+from rksc.formats.gguf import read_gguf
+from rksc.model.config import ModelConfig
+from rksc.text.decoding import template
+from rksc.text.ends import folder_ends, template_ends
+from rksc.text.special import folder_templates, named_tokens, read_tokenizer_config
+from rksc.text.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -235,7 +235,7 @@ def test_it_goes_on_where_none_does(source: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("uvicorn") is None, reason="rksc[serve] is not installed")
 @pytest.mark.parametrize("source", ["tokenizer_config.json", "GGUF, the chat template", "none"])
 def test_the_server_ends_there_too(source: str, tmp_path: Path) -> None:
-    from serving import Server
+    from support.serving import Server
 
     model = rksc.load(SOURCES.get(source, hf)(tmp_path / "m"))
     server = Server(Engine(model, dtype="float32", kv_bytes="4MiB"))
@@ -429,13 +429,13 @@ def test_the_end_that_a_template_writes(
 def test_a_template_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that never ends; what asks for a chat hears of it, what takes tokens does not."""
     asked = []
-    real = rksc.chat.render_template
+    real = rksc.text.chat.render_template
 
     def counted(*arguments: Any) -> str:
         asked.append(arguments)
         return real(*arguments)
 
-    monkeypatch.setattr(rksc.chat, "render_template", counted)
+    monkeypatch.setattr(rksc.text.chat, "render_template", counted)
     monkeypatch.setattr(template, "SECONDS", 0.3)
     model = rksc.load(hf(tmp_path / "m", tokenizer={"chat_template": "{{ lipsum(n=10**9) }}"}))
     for _ in range(3):

@@ -20,19 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import test_policy as policy
-from letters import Letters
-from models import KEEN, SHARP, Small
+from support.letters import Letters
+from support.models import KEEN, SHARP, Small
 
 from rksc import ASKS, CGEE, Model, Tensor, calibrate, calibrate_cgee, is_rewording
-from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report, runner, stats
-from rksc.experiments import command as command_module
-from rksc.experiments import tasks as task_module
-from rksc.experiments.accuracy import shown as accuracy_shown
-from rksc.experiments.cgee import _against_contenders, _baselines, _layers, _settles
-from rksc.experiments.decomposition import _findings as decomposition_findings
-from rksc.experiments.eviction import _findings as eviction_findings
-from rksc.experiments.eviction import _paired
-from rksc.experiments.fitting import (
+from rksc.calibration import runner, stats
+from rksc.calibration import tasks as task_module
+from rksc.calibration.fitting import (
     Effect,
     Gate,
     Seen,
@@ -43,13 +37,20 @@ from rksc.experiments.fitting import (
     lens_costs,
     see,
 )
-from rksc.experiments.fitting import report as gate_report
-from rksc.experiments.measure import LENSES, answers, centres, difference, wordings
-from rksc.experiments.replay import Lenses, judge, majority, select, sigma
+from rksc.calibration.fitting import report as gate_report
+from rksc.calibration.measure import LENSES, answers, centres, difference, wordings
+from rksc.calibration.replay import Lenses, judge, majority, select, sigma
+from rksc.calibration.runner import Bench, Log
+from rksc.calibration.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
+from rksc.cli import experiment as command_module
+from rksc.experiments import EXPERIMENTS, Column, Finding, Lab, Table, report
+from rksc.experiments.accuracy import shown as accuracy_shown
+from rksc.experiments.cgee import _against_contenders, _baselines, _layers, _settles
+from rksc.experiments.decomposition import _findings as decomposition_findings
+from rksc.experiments.eviction import _findings as eviction_findings
+from rksc.experiments.eviction import _paired
 from rksc.experiments.rewording import Wording, _acceptance, _reached
-from rksc.experiments.runner import Bench, Log
-from rksc.experiments.tasks import Pair, Problem, find_data, problem_sets, turned, wording_pairs
-from rksc.prompts import Wordings
+from rksc.reasoning.prompts import Wordings
 
 NAN = math.nan
 
@@ -510,7 +511,7 @@ def test_times_are_of_one_processor_and_results_of_one_version(
 
     assert measure(True, 1) == [1] and measure(True, 1) == []
     assert measure(True, 2) == [1] and measure(False, 2) == [1] and measure(False, 1) == []
-    monkeypatch.setattr("rksc.experiments.runner.processor", lambda: "another")
+    monkeypatch.setattr("rksc.calibration.runner.processor", lambda: "another")
     assert measure(True, 1) == [1] and measure(False, 1) == []
     monkeypatch.setattr("rksc.__version__", "another")
     assert measure(False, 1) == [1]
@@ -838,7 +839,7 @@ def test_branches_ask_in_turn_and_share_where_the_gate_lets_them(small: Model) -
 
 def branches_of(lab: Lab, problem: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The branches that `answers` verified, once more."""
-    from rksc.experiments.measure import sampling
+    from rksc.calibration.measure import sampling
 
     row = Problem(problem["id"], problem["question"], problem["answer"])
     words = Wordings(lab.bench.session, row.instruction)
@@ -1147,7 +1148,7 @@ def test_a_run_that_is_there_is_not_made_again(
     data: Path, results: tuple[Path, dict[str, Table]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, tables = results
-    monkeypatch.setattr("rksc.experiments.runner.Work.run", None)
+    monkeypatch.setattr("rksc.calibration.runner.Work.run", None)
     lab = lab_of(as_model(KEEN), quick=True, n=2, data=data, out=out)
     assert EXPERIMENTS["cgee"](lab)._plain() == tables["cgee"]._plain()
 

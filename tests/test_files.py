@@ -13,15 +13,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import model_files
 import numpy as np
 import pytest
-from model_files import TINY
+from support import model_files
+from support.model_files import TINY
 
-from rksc.config import ModelConfig
-from rksc.gguf import _read_one, read_gguf
-from rksc.load import Model, load
-from rksc.safetensors import read_folder, read_safetensors
+from rksc.engine.load import Model, load
+from rksc.formats.gguf import _read_one, read_gguf
+from rksc.formats.safetensors import read_folder, read_safetensors
+from rksc.model.config import ModelConfig
 
 WIDE = TINY | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
@@ -609,7 +609,7 @@ def test_crafted_files_cost_neither_memory_nor_time(tmp_path: Path) -> None:
         (tmp_path / f"{i}.gguf").write_bytes(data)
     script = (
         "import resource, sys, pathlib\n"
-        "from rksc.gguf import read_gguf\n"
+        "from rksc.formats.gguf import read_gguf\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "for path in sorted(pathlib.Path(sys.argv[1]).glob('*.gguf')):\n"
         "    try:\n"
@@ -764,7 +764,7 @@ def test_loading_needs_numpy_alone(tmp_path: Path) -> None:
     model_files.write_gguf(tmp_path / "x.gguf", model_files.random_weights(TINY), TINY)
     script = (
         "import sys\n"
-        "from rksc.load import load\n"
+        "from rksc.engine.load import load\n"
         "load(sys.argv[1])\n"
         "heavy = {'torch', 'tokenizers', 'jinja2', 'gguf', 'safetensors', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fuzz_loaders
-import fuzz_models
 import pytest
-from fuzz_loaders import Runner, Summary, fuzz
+from support import fuzz_loaders, fuzz_models
+from support.fuzz_loaders import Runner, Summary, fuzz
 
 import rksc
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Factory
-from models import ALL, KEEN, SHARP, T4, TWINS, make
 from numpy.typing import NDArray
-from reference import softmax
-from sessions import assert_books, assert_same, block_bytes
+from support.models import ALL, KEEN, SHARP, T4, TWINS, make
+from support.reference import softmax
+from support.sessions import assert_books, assert_same, block_bytes
 
 from rksc import CGEE, Branch, BranchSession, CapacityError, Generation, Sampling, _core
 

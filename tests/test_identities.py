@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ALL, make
 from numpy.typing import NDArray
-from sessions import (
+from support.models import ALL, make
+from support.sessions import (
     DEVICE,
     ISAS,
     assert_books,

@@ -1,7 +1,7 @@
 """Products on block types in 16-bit integers: the written order of csrc/cpu/int16.h, to the bit.
 
-The measure is tests/integers.py, which shares nothing with the engine. Each table of kernels gives
-its bits, whatever the rows beside a row, the threads and the files.
+The measure is tests/support/integers.py, which shares nothing with the engine. Each table of
+kernels gives its bits, whatever the rows beside a row, the threads and the files.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import ctypes as c
 from pathlib import Path
 from typing import Any
 
-import integers
-import model_files
-import native
 import numpy as np
 import pytest
-from blockrig import IDS, SIZES, in_place, random_blocks, run_linear
-from model_files import BLOCK_TYPES, TINY
-from native import INT16_BLOCK, RK_BF16, RK_F32, RK_ROUND_ACT, RK_ROUND_INT16
-from oprig import TYPES, Array, Output, Rig, Shape, act, library, matrix
+from support import integers, model_files, native
+from support.blockrig import IDS, SIZES, in_place, random_blocks, run_linear
+from support.model_files import BLOCK_TYPES, TINY
+from support.native import INT16_BLOCK, RK_BF16, RK_F32, RK_ROUND_ACT, RK_ROUND_INT16
+from support.oprig import TYPES, Array, Output, Rig, Shape, act, library, matrix
 
 import rksc
 

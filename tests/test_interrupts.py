@@ -18,26 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interrupting import Attempt, attempt, handled_by, moments
-from letters import Letters
-from models import T4
-from sessions import DEVICE, assert_books
+from support.interrupting import Attempt, attempt, handled_by, moments
+from support.letters import Letters
+from support.models import T4
+from support.sessions import DEVICE, assert_books
 
-from rksc import (
-    ASKS,
-    CGEE,
-    Approach,
-    Branch,
-    BranchSession,
-    Sampling,
-    Solution,
-    search,
-    solve,
-    template,
-)
+from rksc import ASKS, CGEE, Approach, Branch, BranchSession, Sampling, Solution, search, solve
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._engine import Sample, copies
-from rksc.results import Generation, Token, Verdict
+from rksc.engine.results import Generation, Token, Verdict
+from rksc.text.decoding import template
 
 Make = Callable[..., BranchSession]
 Call = Callable[[], Any]

@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import native
 import pytest
-from native import RK_ESTATE, RK_EVALUE, RK_OK, Error
+from support import native
+from support.native import RK_ESTATE, RK_EVALUE, RK_OK, Error
 
 
 class Counts(ctypes.Structure):

@@ -19,10 +19,10 @@ PRELUDE = f"""
 import gc, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import numpy as np
-from model_files import TINY, random_weights
-from producer import Producer
+from support.model_files import TINY, random_weights
+from support.producer import Producer
 from rksc import _core
-from rksc.config import ModelConfig
+from rksc.model.config import ModelConfig
 
 GREEDY = (0.0, 0, 1.0, 0.0, 0, [], [], 2.0, 0.0, 1)
 CONFIG = ModelConfig.of(TINY)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import BOS, END, Letters
-from models import T4
-from reference import log_softmax
+from support.letters import BOS, END, Letters
+from support.models import T4
+from support.reference import log_softmax
 
 from rksc import BranchSession, Model, load
 from rksc.clients import OpenAI
@@ -344,8 +344,8 @@ def test_edges_are_those_of_hf(smollm2: Model, tmp_path: Path) -> None:
     """A folder whose tokenizer adds a BOS: empty contexts, spaces, rolling with the BOS twice."""
     pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    import model_files
     from lm_eval.models.huggingface import HFLM
+    from support import model_files
 
     config = {**model_files.TINY, "vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2}
     model_files.write_hf(tmp_path, model_files.random_weights(config), config)
@@ -408,7 +408,7 @@ def served() -> Iterator[Callable[..., str]]:
     """served(engine) -> the address of a server, until the test ends."""
     pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
-    from serving import Server
+    from support.serving import Server
 
     servers: list[Server] = []
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import model_files
 import numpy as np
 import pytest
-from model_files import TINY
 from numpy.typing import NDArray
+from support import model_files
+from support.model_files import TINY
 
 import rksc
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Factory
-from models import ALL, GROWING, KEEN, T4, Small
 from numpy.typing import NDArray
-from reference import Reference, log_softmax, softmax
-from sessions import (
+from support.models import ALL, GROWING, KEEN, T4, Small
+from support.reference import Reference, log_softmax, softmax
+from support.sessions import (
     DEFAULTS,
     DEVICE,
     assert_books,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asking import ASK, LONG
-from letters import Letters
-from sessions import open_session
+from support.asking import ASK, LONG
+from support.letters import Letters
+from support.sessions import open_session
 
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._fields import ASIDE, NEUTRAL, check_settings, read_seed

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rksc import final_answer, numbers, same_answer, same_numbers
-from rksc.characters import tidy
-from rksc.numerals import Numeral, read, spell
+from rksc.answers.characters import tidy
+from rksc.answers.numerals import Numeral, read, spell
 
 F = Fraction
 

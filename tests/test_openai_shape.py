@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asking import ASK
-from letters import Letters
+from support.asking import ASK
+from support.letters import Letters
 
 from rksc import CapacityError
 from rksc.clients import LLM, OpenAI, SamplingParams
 
 pytest.importorskip("starlette")
 
-from asgi import ask
+from support.asgi import ask
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 

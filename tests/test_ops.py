@@ -15,11 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import native
 import numpy as np
 import pytest
-from native import RK_BF16, RK_F16, RK_F32, RK_TILE
-from oprig import (
+from support import native
+from support.native import RK_BF16, RK_F16, RK_F32, RK_TILE
+from support.oprig import (
     TYPES,
     Array,
     Output,
@@ -35,7 +35,7 @@ from oprig import (
     matrix,
     value,
 )
-from reference import philox
+from support.reference import philox
 
 ISAS = native.isas(library())
 FLOAT32 = ("portable", "avx2", "avx512")

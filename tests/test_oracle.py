@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Factory
-from models import ARCHITECTURES, GROWING, NO_KEYS, SHARP, T1, T4, WIDE, Small, make
 from numpy.typing import NDArray
-from reference import log_softmax, softmax
+from support.models import ARCHITECTURES, GROWING, NO_KEYS, SHARP, T1, T4, WIDE, Small, make
+from support.reference import log_softmax, softmax
 
 MODELS = (T1, *ARCHITECTURES, GROWING, NO_KEYS, SHARP, WIDE)
 names = [m.name for m in MODELS]

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import native
 import numpy as np
 import pytest
-from native import RK_CHUNK_ROWS, RK_EVALUE, RK_OK, RK_TILE, Batch, Error
+from support import native
+from support.native import RK_CHUNK_ROWS, RK_EVALUE, RK_OK, RK_TILE, Batch, Error
 
 
 class SpanStruct(c.Structure):

@@ -9,9 +9,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import native
 import numpy as np
 import pytest
+from support import native
 
 NAN = math.nan
 OFF = 2.0  # a confidence that nothing reaches

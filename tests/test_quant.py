@@ -6,10 +6,9 @@ import ctypes
 import struct
 from typing import Any
 
-import model_files
-import native
 import numpy as np
 import pytest
+from support import model_files, native
 
 from rksc._core import Tensor
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import record_bits
+from support import record_bits
 
 from rksc import _core
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Factory
-from models import NO_KEYS, T1, T4, make
 from numpy.typing import NDArray
-from sessions import assert_books, block_bytes, open_session
+from support.models import NO_KEYS, T1, T4, make
+from support.sessions import assert_books, block_bytes, open_session
 
 import rksc
 from rksc import ASKS, Branch, BranchSession, Sampling, same_numbers
@@ -410,7 +410,7 @@ import json, os, sys
 sys.path.insert(0, "tests")
 {first}
 import rksc
-from models import T4
+from support.models import T4
 n_threads = lambda: len(os.listdir("/proc/self/task"))
 session = rksc.BranchSession(T4.weights, T4.config, kv_bytes="1MiB", n_threads=3)
 alone = session.prefill([1, 2, 3]).logits
@@ -646,7 +646,7 @@ for name in ("torch", "transformers", "tokenizers", "jinja2", "cupy", "gguf", "s
     sys.modules[name] = None
 sys.path.insert(0, "tests")
 import rksc
-from models import T4
+from support.models import T4
 s = rksc.BranchSession(T4.weights, T4.config, kv_bytes="1MiB")
 assert len(s.generate(s.prefill([1, 2, 3]), 4, stop_ids=())[0].tokens) == 4
 try:

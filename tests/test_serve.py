@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from asking import ANSWER
-from letters import Letters
+from support.asking import ANSWER
+from support.letters import Letters
 
 from rksc import BranchSession
 from rksc.clients import OpenAI
@@ -17,9 +17,9 @@ from rksc.clients import OpenAI
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from serving import Server, events, eventually, slowly
+from support.serving import Server, events, eventually, slowly
 
-from rksc import serve as module
+from rksc.server import app as module
 
 
 def expected(make_session: Callable[..., BranchSession], **fields: Any) -> list[str]:

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import ASK
+from support.asking import ASK
 
-from rksc import cli
+from rksc.cli import command as cli
 from rksc.clients._engine import Engine
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from serving import Server, events
+from support.serving import Server, events
 
-from rksc.access import Access
+from rksc.server.access import Access
 
 BODY = {"prompt": "abc", "max_tokens": 1}
 Serve = Callable[[Access], Server]

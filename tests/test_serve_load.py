@@ -17,7 +17,8 @@ pytest.importorskip("prometheus_client")
 import serve_load
 from serve_load import CHAT, COMPLETION, Tally
 
-from rksc import Model, demo
+from rksc import Model
+from rksc.engine.defaults import best_dtype
 
 MIB = 1024  # KiB, as the series has them
 
@@ -86,7 +87,7 @@ def test_a_short_run(smollm2: Model) -> None:
     """Half of the answers are not what the catalogue says: those are told, and no others."""
     assert smollm2.path is not None
     options = serve_load.parser().parse_args(
-        ["--minutes", "0.08", "--connections", "12", "--kv", "64MiB", "--dtype", demo.best_dtype()]
+        ["--minutes", "0.08", "--connections", "12", "--kv", "64MiB", "--dtype", best_dtype()]
     )
     known = serve_load.catalogue(6, random.Random(1))
     for request in known:

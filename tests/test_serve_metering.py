@@ -7,14 +7,14 @@ import re
 import socket
 
 import pytest
-from asking import ANSWER, ASK
+from support.asking import ANSWER, ASK
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
 from prometheus_client import parser
-from serving import Server, events, eventually, slowly
+from support.serving import Server, events, eventually, slowly
 
 LINE = re.compile(
     r"(\w+) (\S+) id=(\S+) status=(\d+) prompt_tokens=(\d+) cached_tokens=(\d+) "

@@ -14,18 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from asking import ANSWER, ASK
+from support.asking import ANSWER, ASK
 
 from rksc import Model
-from rksc.clients import _json
 from rksc.clients._engine import Engine
+from rksc.server import json_bodies as _json
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from serving import Server, events, eventually, slowly
+from support.serving import Server, events, eventually, slowly
 
-from rksc import serve as module
+from rksc.server import app as module
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 

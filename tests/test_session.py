@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import BOS, PIECES, Letters
-from models import T4
-from reference import philox, softmax
-from sessions import DEVICE, assert_same, block_bytes
+from support.letters import BOS, PIECES, Letters
+from support.models import T4
+from support.reference import philox, softmax
+from support.sessions import DEVICE, assert_same, block_bytes
 
 from rksc import ASKS, CGEE, RSBCM, BranchSession, CapacityError, Sampling, search, solve
-from rksc.arguments import parse_bytes, parse_dtype
 from rksc.clients import OpenAI
-from rksc.results import Stats, Token
-from rksc.text import TextStream, final_text
+from rksc.engine.arguments import parse_bytes, parse_dtype
+from rksc.engine.results import Stats, Token
+from rksc.text.decoding import TextStream, final_text
 
 Make = Callable[..., BranchSession]
 HOT = Sampling(temperature=1.5, seed=10)  # no near ties: test_no_token_is_a_near_tie

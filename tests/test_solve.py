@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from letters import ASSISTANT, BOS, END, SPECIAL, USER, Letters
-from models import T4
-from sessions import block_bytes
+from support.letters import ASSISTANT, BOS, END, SPECIAL, USER, Letters
+from support.models import T4
+from support.sessions import block_bytes
 
 from rksc import ASKS, CGEE, Approach, BranchSession, Model, Node, Sampling, Solution, search, solve
-from rksc.bench import Shape, Work, alone, flop, measure, report, shared, table
-from rksc.progress import Progress
-from rksc.prompts import Wordings
-from rksc.render import bar, clip, clip_middle, columns, tree, wrap
-from rksc.solve import final_answer
+from rksc.experiments.workload import Shape, Work, alone, flop, measure, report, shared, table
+from rksc.reasoning.progress import Progress
+from rksc.reasoning.prompts import Wordings
+from rksc.reasoning.render import bar, clip, clip_middle, columns, tree, wrap
+from rksc.reasoning.solve import final_answer
 
 Make = Callable[..., BranchSession]
 PROBLEM = "th 3 abc"

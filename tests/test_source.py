@@ -13,8 +13,8 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import native
 import pytest
+from support import native
 
 SOURCE = native.SOURCE
 FILES = sorted(str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.[ch]"))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import TINY, random_weights
+from support.model_files import TINY, random_weights
 
 from rksc import _core
-from rksc.config import ModelConfig
+from rksc.model.config import ModelConfig
 
 STUB = ast.parse((Path(_core.__file__).parent / "_core.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from letters import Letters
-from models import T4
+from support.letters import Letters
+from support.models import T4
 
 from rksc import ASKS, BranchSession, Generation, Sampling, solve
 from rksc.testing import assert_answer, assert_confidence, assert_fidelity, fidelity, normalised

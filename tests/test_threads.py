@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import TINY, random_weights
+from support.model_files import TINY, random_weights
 
 from rksc import CapacityError, _core
-from rksc.config import ModelConfig
-from rksc.results import Verdict
+from rksc.engine.results import Verdict
+from rksc.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG: dict[str, Any] = {**TINY, "max_position_embeddings": 1 << 17}
@@ -416,7 +416,7 @@ def test_a_forked_child_gets_an_error_and_ends() -> None:
     done = python("""
         import warnings
         warnings.simplefilter("ignore", DeprecationWarning)
-        from sessions import open_session
+        from support.sessions import open_session
         whole = open_session()
         background = threading.Thread(
             target=lambda: generate(s, [b.fork()[0]], 1 << 30, *GREEDY), daemon=True)

@@ -11,16 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import model_files
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from model_files import TINY
+from support import model_files
+from support.model_files import TINY
 
-from rksc.chat import encode_chat
-from rksc.gguf import read_gguf
-from rksc.tokenizer import Tokenizer
+from rksc.formats.gguf import read_gguf
+from rksc.text.chat import encode_chat
+from rksc.text.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sentencepiece")

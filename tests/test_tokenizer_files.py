@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rksc import regexes, tokenizer_json
-from rksc.regexes import check_pattern
-from rksc.tokenizer import Tokenizer
+from rksc.text.decoding import regexes, tokenizer_json
+from rksc.text.regexes import check_pattern
+from rksc.text.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sentencepiece")
@@ -344,7 +344,7 @@ def test_no_id_of_a_file_ends_the_process(tmp_path: Path) -> None:
     program = textwrap.dedent(
         f"""
         import resource
-        from rksc.tokenizer import Tokenizer
+        from rksc.text.tokenizer import Tokenizer
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30,) * 2)
         try:
             Tokenizer.from_folder({str(tmp_path)!r})

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizer_texts
+from support import tokenizer_texts
 
-from rksc.chat import encode_chat
-from rksc.pipeline import byte_alphabet
-from rksc.tokenizer import Tokenizer
+from rksc.text.chat import encode_chat
+from rksc.text.pipeline import byte_alphabet
+from rksc.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.oracle
 

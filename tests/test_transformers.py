@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Factory
-from models import ARCHITECTURES, Small
 from numpy.typing import NDArray
+from support.models import ARCHITECTURES, Small
 
 import rksc
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from as_transformers import as_transformers  # noqa: E402
+from support.as_transformers import as_transformers  # noqa: E402
 
 pytestmark = pytest.mark.oracle
 MODELS = [m for m in ARCHITECTURES if m.parsed is None]

@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import corerig as rig
-import native
 import pytest
-from asking import LONG
 from conftest import Factory
-from corerig import Core, alone
-from models import T4
+from support import corerig as rig
+from support import native
+from support.asking import LONG
+from support.corerig import Core, alone
+from support.models import T4
 from test_core import numbers
 
 from rksc import Sampling

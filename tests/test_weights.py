@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import producer as p
 import pytest
-from model_files import TINY, Weights, random_weights
 from numpy.typing import NDArray
-from reference import Reference
+from support import producer as p
+from support.model_files import TINY, Weights, random_weights
+from support.reference import Reference
 
 from rksc import _core
-from rksc.config import ModelConfig
+from rksc.model.config import ModelConfig
 
 CONFIG: dict[str, Any] = {**TINY, "num_hidden_layers": 2}
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol import Answer, Run, Work, options, serve
 
 import rksc
-from rksc import bench
+from rksc.experiments import workload as bench
 
 
 def prepare() -> tuple[Run, str]:

@@ -16,7 +16,7 @@ from datasets import Dataset
 
 import rksc
 import rksc.clients.lm_eval  # registers the model
-from rksc.answers import is_answer
+from rksc.answers.final import is_answer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 

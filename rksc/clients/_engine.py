@@ -29,14 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._core import Branch, CapacityError
-from ..arguments import no_tokenizer
-from ..load import Model
-from ..options import Sampling
-from ..results import Token
-from ..session import BranchSession
-from ..text import check_text, token_tables
-from ..tokenizer import Tokenizer
-from ..types import Tokens
+from ..engine.arguments import no_tokenizer
+from ..engine.load import Model
+from ..engine.options import Sampling
+from ..engine.results import Token
+from ..engine.session import BranchSession
+from ..engine.types import Tokens
+from ..text.decoding import check_text, token_tables
+from ..text.tokenizer import Tokenizer
 from ._errors import ContextLengthError
 
 Alternatives = tuple[NDArray[np.int64], NDArray[np.float32]]

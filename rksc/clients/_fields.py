@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arguments import nearest
+from ..engine.arguments import nearest
 from ..scalars import as_float, as_int
-from ..text import check_text
+from ..text.decoding import check_text
 from ._errors import FieldError
 
 SEEDS = (-(2**63), 2**64 - 1)

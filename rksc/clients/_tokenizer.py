@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from ..chat import encode_chat
 from ..scalars import as_int
-from ..tokenizer import Tokenizer
+from ..text.chat import encode_chat
+from ..text.tokenizer import Tokenizer
 from ._record import Record
 from ._wire import read_messages
 

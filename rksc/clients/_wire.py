@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chat import encode_chat
-from ..options import Sampling
-from ..results import Token
+from ..engine.options import Sampling
+from ..engine.results import Token
 from ..scalars import as_int
+from ..text.chat import encode_chat
 from ._engine import Engine, Sample, copies
 from ._errors import FieldError, RequestError
 from ._fields import Fields, n_bytes, shown

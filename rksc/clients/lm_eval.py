@@ -32,9 +32,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from .._core import CapacityError
-from ..load import load
-from ..options import Sampling
-from ..results import Token
+from ..engine.load import load
+from ..engine.options import Sampling
+from ..engine.results import Token
 from ._engine import Engine, Sample
 from ._errors import ContextLengthError, FieldError
 from ._fields import Fields, read_seed, shown

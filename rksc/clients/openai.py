@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from .._core import CapacityError
-from ..load import Model
-from ..session import BranchSession
+from ..engine.load import Model
+from ..engine.session import BranchSession
 from ._engine import Engine
 from ._errors import FieldError, error_of
 from ._fields import check_whole, shown

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from reasoners import GenerateOutput, LanguageModel
 
-from ..load import Model
-from ..options import Sampling
+from ..engine.load import Model
+from ..engine.options import Sampling
+from ..engine.session import BranchSession
 from ..scalars import as_int
-from ..session import BranchSession
 from ._engine import Engine, Sample, copies
 from ._fields import check_settings, read_seed
 from .openai import OpenAI, engine_of

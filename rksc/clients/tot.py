@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..load import Model
-from ..session import BranchSession
+from ..engine.load import Model
+from ..engine.session import BranchSession
 from .openai import OpenAI
 
 

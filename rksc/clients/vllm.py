@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..load import Model
-from ..options import Sampling
+from ..engine.load import Model
+from ..engine.options import Sampling
+from ..engine.session import BranchSession
 from ..scalars import as_int
-from ..session import BranchSession
 from ._engine import Alternatives, Engine, Sample, copies
 from ._fields import NEUTRAL, Fields, check_settings, read_seed
 from ._tokenizer import TransformersTokenizer

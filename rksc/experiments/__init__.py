@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..calibration.runner import Lab
+from ..calibration.stats import Rate
+from ..calibration.tasks import Pair, Problem, problem_sets, wording_pairs
 from .accuracy import accuracy
 from .cgee import cgee
 from .decomposition import decomposition
@@ -21,10 +24,7 @@ from .eviction import eviction
 from .prefix_sweep import prefix_sweep
 from .report import report
 from .rewording import rewording
-from .runner import Lab
-from .stats import Rate
 from .table import Column, Finding, Table
-from .tasks import Pair, Problem, problem_sets, wording_pairs
 from .tau_alpha_sweep import tau_alpha_sweep
 
 EXPERIMENTS: dict[str, Callable[..., Table]] = {

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..answers import same_answer
-from ..load import Model
+from ..answers.final import same_answer
+from ..calibration.fitting import Verified
+from ..calibration.measure import TOGETHER, answers, mean_of
+from ..calibration.replay import majority
+from ..calibration.runner import Lab, Result
+from ..calibration.stats import above, below, every, mcnemar, paired, rate
+from ..calibration.tasks import reworded_problems
+from ..engine.load import Model
 from .cgee import N_BRANCHES, PRESETS, _counts, answer_item, answered
-from .fitting import Verified
-from .measure import TOGETHER, answers, mean_of
 from .plots import bars
-from .replay import majority
-from .runner import Lab, Result
-from .stats import above, below, every, mcnemar, paired, rate
 from .table import Column, Finding, Table, signed
-from .tasks import reworded_problems
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,17 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..answers import same_answer
-from ..load import Model
-from ..options import CGEE
-from .fitting import CGEECalibration, Verified, fit_cgee, layers_run, lens_costs, more_saved, saved
-from .measure import TOGETHER, answers, mean_of
+from ..answers.final import same_answer
+from ..calibration.fitting import (
+    CGEECalibration,
+    Verified,
+    fit_cgee,
+    layers_run,
+    lens_costs,
+    more_saved,
+    saved,
+)
+from ..calibration.measure import TOGETHER, answers, mean_of
+from ..calibration.replay import majority
+from ..calibration.runner import Lab, Result
+from ..calibration.stats import above, auc, below, every, jackknife, paired, rate, wilson
+from ..calibration.tasks import Problem, problem_sets
+from ..engine.load import Model
+from ..engine.options import CGEE
 from .plots import COLOURS, band, errorbars, style
-from .replay import majority
-from .runner import Lab, Result
-from .stats import above, auc, below, every, jackknife, paired, rate, wilson
 from .table import Column, Finding, Table, signed
-from .tasks import Problem, problem_sets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

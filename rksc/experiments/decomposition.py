@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..answers import same_answer
-from ..bench import PHASES, Clock, Work, alone
-from ..load import Model
-from ..options import ASKS, CGEE, Sampling
-from ..prompts import Wordings
-from ..session import BranchSession
-from .measure import SUFFIX, centres, sampling
+from ..answers.final import same_answer
+from ..calibration.measure import SUFFIX, centres, sampling
+from ..calibration.replay import Lenses, judge, select
+from ..calibration.runner import Bench, Lab, Result
+from ..calibration.stats import above, below, every, jackknife, rate
+from ..calibration.tasks import Problem, examples, problem_sets, reworded_problems
+from ..engine.load import Model
+from ..engine.options import ASKS, CGEE, Sampling
+from ..engine.session import BranchSession
+from ..reasoning.prompts import Wordings
 from .plots import COLOURS
-from .replay import Lenses, judge, select
-from .runner import Bench, Lab, Result
-from .stats import above, below, every, jackknife, rate
 from .table import Column, Finding, Table
-from .tasks import Problem, examples, problem_sets, reworded_problems
+from .workload import PHASES, Clock, Work, alone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

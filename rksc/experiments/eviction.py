@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._core import CapacityError
-from ..load import Model
-from ..prompts import INSTRUCTION, VALUE, Wordings
-from ..session import mark
-from .measure import sampling
+from ..calibration.measure import sampling
+from ..calibration.runner import Bench, Lab, Result
+from ..calibration.stats import above, jackknife
+from ..calibration.tasks import problem_sets
+from ..engine.load import Model
+from ..engine.session import mark
+from ..reasoning.prompts import INSTRUCTION, VALUE, Wordings
 from .plots import errorbars
-from .runner import Bench, Lab, Result
-from .stats import above, jackknife
 from .table import Column, Finding, Table
-from .tasks import problem_sets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

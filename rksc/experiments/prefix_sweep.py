@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import bench as workload
-from ..load import Model
+from ..calibration.runner import Bench, Lab, Result
+from ..engine.load import Model
+from . import workload
 from .plots import LINES, errorbars, style
-from .runner import Bench, Lab, Result
 from .table import Column, Finding, Table
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .runner import Lab
+from ..calibration.runner import Lab
 from .table import Table, show
 
 _ROWS = 40  # a longer table stays in its CSV file

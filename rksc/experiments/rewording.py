@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..answers import final_answer, same_answer
-from ..load import Model
-from ..prompts import INSTRUCTION
-from .fitting import Gate, Seen, fit, see
-from .measure import POSITIONS, continuations, mean_of
-from .plots import bars, errorbars
-from .replay import sigma
-from .runner import Lab
-from .stats import (
+from ..answers.final import final_answer, same_answer
+from ..calibration.fitting import Gate, Seen, fit, see
+from ..calibration.measure import POSITIONS, continuations, mean_of
+from ..calibration.replay import sigma
+from ..calibration.runner import Lab
+from ..calibration.stats import (
     FEWEST,
     Rate,
     above,
@@ -34,8 +31,7 @@ from .stats import (
     needed,
     rate,
 )
-from .table import Column, Finding, Table, signed
-from .tasks import (
+from ..calibration.tasks import (
     ADDED,
     FACT_REMOVED,
     KINDS,
@@ -49,6 +45,10 @@ from .tasks import (
     Pair,
     wording_pairs,
 )
+from ..engine.load import Model
+from ..reasoning.prompts import INSTRUCTION
+from .plots import bars, errorbars
+from .table import Column, Finding, Table, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..load import Model
-from .fitting import GUARDS
+from ..calibration.fitting import GUARDS
+from ..calibration.replay import sigma
+from ..calibration.runner import Lab
+from ..calibration.stats import below, higher, rate
+from ..calibration.tasks import REWORDING, TURNED_REWORDING, UNRELATED
+from ..engine.load import Model
 from .plots import band, style
-from .replay import sigma
 from .rewording import PAPER_ALPHA, PAPER_TAU, Wording, measured_wordings
-from .runner import Lab
-from .stats import below, higher, rate
 from .table import Column, Finding, Table, signed
-from .tasks import REWORDING, TURNED_REWORDING, UNRELATED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

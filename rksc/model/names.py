@@ -1,0 +1,114 @@
+"""Names of tensors: Hugging Face's, GGUF's, and what wrappers of a model put before them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ..formats.files import shown
+from .config import ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_GGUF_NAMES = {
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": HEAD,
+}
+_GGUF_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+
+# Tensors that no model lacks, as a model without its head calls them.
+_EVERY_MODEL = ("embed_tokens.weight", "layers.0.input_layernorm.weight")
+# What torch.compile, FSDP and checkpointing put into names, not at their beginning alone.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def from_gguf_name(name: str) -> str | None:
+    """Hugging Face's name of a tensor of a GGUF; None: it has no place in this architecture."""
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    match = _GGUF_BLOCK.fullmatch(name)
+    if match is None or match[2] not in _GGUF_BLOCK_NAMES:
+        return None
+    return f"model.layers.{match[1]}.{_GGUF_BLOCK_NAMES[match[2]]}.{match[3]}"
+
+
+def check_wrapped(names: Iterable[object]) -> None:
+    """ValueError where wrappers of the model show in the names, with how to take them away."""
+    texts = [name for name in names if isinstance(name, str)]
+    cuts, shows = "", []
+    for piece in _WRAPPERS:
+        if any(piece in name for name in texts):
+            texts = [name.replace(piece, "") for name in texts]
+            cuts += f".replace({piece!r}, '')"
+            shows.append(piece)
+    end = next((end for end in _EVERY_MODEL if any(name.endswith(end) for name in texts)), "")
+    fronts = {name.removesuffix(end).removesuffix("model.") for name in texts if name.endswith(end)}
+    if end and "" not in fronts:
+        front = min(fronts)
+        cuts += f".removeprefix({shown(front)})"
+        shows.append(front)
+    if not cuts:
+        return
+    advice = f"{{name{cuts}: weight for name, weight in weights.items()}}"
+    if any(".lora_" in name or ".base_layer." in name for name in texts):
+        advice = "merge the adapter first, model.merge_and_unload().state_dict()"
+    raise ValueError(
+        f"names of weights have {shown(shows)} in them, as of a wrapped model: {advice}"
+    )
+
+
+def check_vocabulary(weights: Any, vocab_size: int) -> None:
+    """ValueError unless the embedding has so many rows, before a table of them is made. What shows
+    no shape is judged when it is borrowed."""
+    for name in (EMBEDDING, EMBEDDING.removeprefix("model.")):
+        shape = getattr(weights.get(name), "shape", None)
+        if isinstance(shape, tuple) and shape[:1] != (vocab_size,):
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, the configuration wants {vocab_size} rows "
+                "(vocab_size)"
+            )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes by Hugging Face name of all tensors of a model."""
+    width, ffn = config.width, config.ffn_width
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
+    for i in range(config.n_layers):
+        layer = f"model.layers.{i}."
+        shapes |= {
+            layer + "input_layernorm.weight": (width,),
+            layer + "self_attn.q_proj.weight": (q, width),
+            layer + "self_attn.k_proj.weight": (kv, width),
+            layer + "self_attn.v_proj.weight": (kv, width),
+            layer + "self_attn.o_proj.weight": (width, q),
+            layer + "post_attention_layernorm.weight": (width,),
+            layer + "mlp.gate_proj.weight": (ffn, width),
+            layer + "mlp.up_proj.weight": (ffn, width),
+            layer + "mlp.down_proj.weight": (width, ffn),
+        }
+        if config.qkv_bias:
+            shapes |= {
+                layer + "self_attn.q_proj.bias": (q,),
+                layer + "self_attn.k_proj.bias": (kv,),
+                layer + "self_attn.v_proj.bias": (kv,),
+            }
+        if config.output_bias:
+            shapes[layer + "self_attn.o_proj.bias"] = (width,)
+    shapes["model.norm.weight"] = (width,)
+    if not config.tied:
+        shapes[HEAD] = (config.vocab_size, width)
+    return shapes
