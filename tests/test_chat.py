@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rksc.text import template, template_worker
 from rksc.text.chat import render
-from rksc.text.decoding import template, template_worker
 from rksc.text.template import ChatTemplate, render_template
 
 pytest.importorskip("jinja2")
@@ -480,7 +480,7 @@ def test_the_process_ends_with_its_parent_and_leaves_no_zombie() -> None:
     printed = run(
         """
         from rksc.text.chat import render
-        from rksc import template
+        from rksc.text import template
         hi = [{"role": "user", "content": "Hi"}]
         print(render("{{ messages[0].content }}", hi))
         process = template._pool._idle[-1]._process
@@ -570,7 +570,7 @@ def test_a_parent_with_much_memory_and_few_rights() -> None:
         """
         import mmap, os, resource, signal, tempfile
         from rksc.text.chat import render
-        from rksc import template
+        from rksc.text import template
         hi = [{"role": "user", "content": "Hi"}]
         no_reserve = 0x4000
         held = mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE | no_reserve)
@@ -603,7 +603,7 @@ def test_whoever_leaves_the_sandbox_finds_little() -> None:
     printed = run(
         """
         import socket, sys
-        from rksc import template_worker as worker
+        from rksc.text import template_worker as worker
         worker._limit()
         for call in (lambda: open("/etc/passwd"), socket.socket, lambda: bytearray(300 << 20)):
             try:
@@ -619,7 +619,7 @@ def test_whoever_leaves_the_sandbox_finds_little() -> None:
 def test_without_jinja2(monkeypatch: pytest.MonkeyPatch) -> None:
     template._pool.close()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install rksc\[hf\]"):
+    with pytest.raises(ImportError, match=r"pip install 'rksc\[hf\]'"):
         render("a", HI)
 
 

@@ -27,7 +27,7 @@ from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._engine import Engine
 from rksc.formats.gguf import read_gguf
 from rksc.model.config import ModelConfig
-from rksc.text.decoding import template
+from rksc.text import template
 from rksc.text.ends import folder_ends, template_ends
 from rksc.text.special import folder_templates, named_tokens, read_tokenizer_config
 from rksc.text.tokenizer import Tokenizer

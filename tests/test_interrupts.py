@@ -27,7 +27,7 @@ from rksc import ASKS, CGEE, Approach, Branch, BranchSession, Sampling, Solution
 from rksc.clients import LLM, OpenAI, SamplingParams
 from rksc.clients._engine import Sample, copies
 from rksc.engine.results import Generation, Token, Verdict
-from rksc.text.decoding import template
+from rksc.text import template
 
 Make = Callable[..., BranchSession]
 Call = Callable[[], Any]

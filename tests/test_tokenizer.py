@@ -678,5 +678,5 @@ def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("tokenizers", "sentencepiece"):
         monkeypatch.setitem(sys.modules, library, None)
     for metadata in (smollm2_metadata(), sentencepiece_metadata()):
-        with pytest.raises(ImportError, match=r"pip install rksc\[hf\]"):
+        with pytest.raises(ImportError, match=r"pip install 'rksc\[hf\]'"):
             Tokenizer.from_gguf(metadata)

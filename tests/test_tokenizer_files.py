@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rksc.text.decoding import regexes, tokenizer_json
+from rksc.text import regexes, tokenizer_json
 from rksc.text.regexes import check_pattern
 from rksc.text.tokenizer import Tokenizer
 
