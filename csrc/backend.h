@@ -275,8 +275,8 @@ static inline rk_status rk_check_sizes(const char *machine, const rk_config *c,
     if (e->block_tokens < 1 || e->block_tokens > RK_TILE ||
         (e->block_tokens & (e->block_tokens - 1)) != 0) {
         return rk_fail(err, RK_EVALUE,
-                       "block_tokens: %d is not a power of two in 1 .. %d",
-                       (int)e->block_tokens, RK_TILE);
+                       "block_tokens must be a power of two in 1 .. %d, got %d",
+                       RK_TILE, (int)e->block_tokens);
     }
     if (e->n_blocks < 1 || e->n_blocks > INT32_MAX || e->max_rows < 1 ||
         e->max_outputs < 1) {

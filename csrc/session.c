@@ -56,8 +56,8 @@ static rk_status check_options(const rk_options *o, rk_error *err)
     if (o->block_tokens < 1 || o->block_tokens > RK_TILE ||
         (o->block_tokens & (o->block_tokens - 1)) != 0) {
         return rk_fail(err, RK_EVALUE,
-                       "block_tokens: %d is not a power of two in 1 .. %d",
-                       (int)o->block_tokens, RK_TILE);
+                       "block_tokens must be a power of two in 1 .. %d, got %d",
+                       RK_TILE, (int)o->block_tokens);
     }
     if (o->step_tokens < 1 || o->step_tokens > 1 << 16) {
         return rk_fail(err, RK_EVALUE, "step_tokens: %d is not in 1 .. %d",

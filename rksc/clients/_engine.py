@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._core import Branch, CapacityError
-from ..engine.arguments import no_tokenizer
+from ..engine.arguments import no_model, no_tokenizer
 from ..engine.load import Model
 from ..engine.options import Sampling
 from ..engine.results import Token
@@ -139,7 +139,7 @@ class Engine:
             # Short blocks: prompts that differ in their last line share all but a few tokens.
             self.session = model.session(**{"block_tokens": 8, **options})
         elif not isinstance(model, BranchSession):
-            raise TypeError(f"model must be a rksc.Model or a rksc.BranchSession, got {model!r}")
+            raise no_model("model", model)
         elif options:
             raise ValueError(f"{next(iter(options))}: a session has its options already")
         else:

@@ -41,6 +41,7 @@ _CHAT = _SAMPLING | {
     "continue_final_message", "chat_template_kwargs",
 }  # fmt: skip
 _COMPLETION = _SAMPLING | {"prompt", "echo", "add_special_tokens"}
+REQUEST_FIELDS = _CHAT | _COMPLETION
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 # What a chat template gets from fields of their own.
 _RENDERED = {

@@ -32,6 +32,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from .._core import CapacityError
+from ..engine.arguments import nearest
 from ..engine.load import load
 from ..engine.options import Sampling
 from ..engine.results import Token
@@ -125,13 +126,15 @@ class RKSC(TemplateLM):  # type: ignore[misc]  # lm_eval is not looked into
         super().__init__()
         unknown = set(options) - _ENGINE_OPTIONS
         if unknown:
-            raise ValueError(f"{sorted(unknown)[0]}: not an argument of the rksc model")
+            name = sorted(unknown)[0]
+            meant = nearest(name, _ENGINE_OPTIONS)
+            raise ValueError(f"{name}: not an argument of the rksc model{meant}")
         if isinstance(pretrained, (str, Path)):
             pretrained = load(pretrained)
         rows = max_batch_size or _rows(batch_size)
         if rows > 1:
             options.setdefault("max_rows", rows)
-        self.engine: Engine = engine_of(pretrained, **options)
+        self.engine: Engine = engine_of("RKSC", pretrained, options)
         self.tokenizer = self.engine.tokenizer
         positions = self.engine.session.config.max_positions - 1
         self.max_length = min(max_length or positions, positions)

@@ -12,13 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from .._core import CapacityError
+from ..engine.arguments import check_options
 from ..engine.load import Model
-from ..engine.session import BranchSession
+from ..engine.session import SESSION_OPTIONS, BranchSession
 from ._engine import Engine
 from ._errors import FieldError, error_of
-from ._fields import check_whole, shown
+from ._fields import NEUTRAL, check_whole, shown
 from ._record import Record
-from ._wire import Chunks, Request, read_chat, read_completion, read_model, response
+from ._wire import REQUEST_FIELDS, Chunks, Request, read_chat, read_completion, read_model, response
 
 # What the openai package takes for its transport; there is none here.
 _TRANSPORT = {"timeout", "extra_headers", "extra_query"}
@@ -26,6 +27,12 @@ _CONNECTION = {
     "api_key", "base_url", "default_headers", "default_query", "http_client", "max_retries",
     "organization", "project", "set_default_headers", "set_default_query", "timeout",
 }  # fmt: skip
+# What people give a client, and where it belongs.
+_ELSEWHERE = {
+    **dict.fromkeys(NEUTRAL, "it is a setting of a request"),
+    **dict.fromkeys(REQUEST_FIELDS, "it is a setting of a request"),
+    **dict.fromkeys(_CONNECTION, "there is no connection, the model runs in this process"),
+}
 
 Read = Callable[[Engine, Mapping[str, Any], str], Request]
 
@@ -138,7 +145,7 @@ class OpenAI:
     """
 
     def __init__(self, model: Model | BranchSession | OpenAI, **options: Any) -> None:
-        self.engine = engine_of(model, **options)
+        self.engine = engine_of("OpenAI", model, options)
         self.name = self.engine.name
         self.chat = _Chat(Completions(self.engine, self.name, read_chat))
         self.completions = Completions(self.engine, self.name, read_completion)
@@ -146,8 +153,7 @@ class OpenAI:
 
     def with_options(self, **options: Any) -> OpenAI:
         """This client: options of a connection say nothing where there is none."""
-        for name in options.keys() - _CONNECTION:
-            raise TypeError(f"with_options() has no option {name}")
+        check_options("with_options()", options, sorted(_CONNECTION))
         return self
 
     copy = with_options
@@ -162,8 +168,10 @@ class OpenAI:
         self.close()
 
 
-def engine_of(model: Any, **options: Any) -> Engine:
-    """The engine of a client or an engine itself; a new one for a model or a session."""
+def engine_of(call: str, model: Any, options: Mapping[str, Any]) -> Engine:
+    """The engine of a client or an engine itself; a new one for a model or a session. call: whose
+    options they are, for messages."""
+    check_options(f"{call}()", options, ("max_rows", *SESSION_OPTIONS), _ELSEWHERE)
     found = model if isinstance(model, Engine) else getattr(model, "engine", None)
     if isinstance(found, Engine):
         if options:

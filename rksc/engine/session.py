@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from .arguments import (
     as_cgee,
     as_list,
     check_branch,
+    check_named,
+    check_options,
     distinct,
     flag,
     integer,
@@ -95,7 +97,9 @@ class BranchSession(_core.Session):
         share: bool = True,
         hash_bits: int = 64,
         poison: bool = False,
+        **unknown: NoReturn,
     ) -> BranchSession:
+        check_options("a session", unknown, SESSION_OPTIONS)
         if not isinstance(rsbcm, RSBCM):
             raise ValueError(f"rsbcm must be rksc.RSBCM, got {rsbcm!r}")
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
@@ -196,6 +200,11 @@ class BranchSession(_core.Session):
         once, even where the text (a chat template) already has it; False: without. start: does
         the text begin here, or go on? None: it goes on where bos is False."""
         if not isinstance(text, str):
+            if isinstance(text, (list, tuple)) and text and isinstance(text[0], Mapping):
+                raise TypeError(
+                    f"{field} must be text or token ids; session.tokenizer.chat(messages) makes a "
+                    "text of messages"
+                )
             return text
         tokenizer = self._tokenizer_for(field)
         check_text(field, text)
@@ -321,6 +330,7 @@ class BranchSession(_core.Session):
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         progress: Callable[[int], None] | None = None,
+        **unknown: NoReturn,
     ) -> list[Generation]:
         """Continue all branches in one batch; a Generation for each, in order.
 
@@ -331,6 +341,7 @@ class BranchSession(_core.Session):
         On an error or Ctrl-C all branches are as they were. progress(n) is called after every
         step with the number of new tokens.
         """
+        check_named(self.generate, unknown)
         branches = distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         if progress is not None and not callable(progress):
@@ -409,6 +420,7 @@ class BranchSession(_core.Session):
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
+        **unknown: NoReturn,
     ) -> Iterator[Token]:
         """`generate`, token by token as they come; the settings are checked at once.
 
@@ -417,6 +429,7 @@ class BranchSession(_core.Session):
         tokens that were handed out. An error of a branch that cannot go on is raised here,
         whoever ran the step that met it.
         """
+        check_named(self.stream, unknown)
         branches = distinct(branches)
         plan = self._plan(max_new_tokens, sampling, stop, stop_ids)
         return self._stream(branches, plan)
@@ -453,6 +466,7 @@ class BranchSession(_core.Session):
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         group: int | None = None,
+        **unknown: NoReturn,
     ) -> int:
         """Queue a continuation of a branch; the id of its request. `step` makes it go on.
 
@@ -460,6 +474,7 @@ class BranchSession(_core.Session):
         from 1 to 2**62) count as one call there; None: each is one of its own. They never stop
         each other, whatever `cgee` says.
         """
+        check_named(self.submit, unknown)
         plan = replace(self._plan(max_new_tokens, sampling, stop, stop_ids), cgee=None)
         number = 0 if group is None else integer("group", group, least=1, most=2**62)
         request = self._request(branch, plan, streamed=False)
@@ -600,5 +615,5 @@ def _common(rows: list[NDArray[Any]]) -> int:
     return n if same.all() else int(np.argmin(same))
 
 
-SESSION_OPTIONS = tuple(inspect.signature(BranchSession.__new__).parameters)[3:]
-"""The names of a session's options: all but the class, the weights and their configuration."""
+SESSION_OPTIONS = tuple(inspect.signature(BranchSession.__new__).parameters)[3:-1]
+"""The names of a session's options: all but the class, weights, configuration and slips."""

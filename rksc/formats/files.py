@@ -22,6 +22,8 @@ _MESSAGE = 400  # characters behind the name of the file
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
+CUT_SHORT = "the file may be truncated, download it again"
+
 # What else people pass for a model, by its first bytes.
 _KINDS = (
     (b"GGUF", "a GGUF file"),

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..scalars import as_int
 from .fields import Fields
-from .files import map_file, plain, reading, shown, what_is
+from .files import CUT_SHORT, map_file, plain, reading, shown, what_is
 from .stored import Stored
 
 _SCALARS = {
@@ -126,9 +126,7 @@ class _Cursor:
         """Claim the next n bytes; returns where they start."""
         start = self.at
         if n > len(self.data) - start:
-            raise self.fail(
-                f"{n} bytes reach past the end; the file may be truncated, get it again"
-            )
+            raise self.fail(f"{n} bytes reach past the end; {CUT_SHORT}")
         self.at = start + n
         return start
 
@@ -150,15 +148,11 @@ class _Cursor:
         result = []
         for _ in range(n):
             if at + 8 > end:
-                raise self.fail(
-                    "strings reach past the end; the file may be truncated, get it again"
-                )
+                raise self.fail(f"strings reach past the end; {CUT_SHORT}")
             start = at + 8
             at = start + length(data, at)[0]
             if at > end:
-                raise self.fail(
-                    "strings reach past the end; the file may be truncated, get it again"
-                )
+                raise self.fail(f"strings reach past the end; {CUT_SHORT}")
             try:
                 result.append(str(data[start:at], "utf-8"))
             except UnicodeDecodeError:
@@ -170,7 +164,7 @@ class _Cursor:
         """A count of things that take at least so many bytes each, weighed against the rest."""
         n: int = self.scalar("Q")
         if n > (len(self.data) - self.at) // least_bytes:
-            raise self.fail(f"a count of {n} cannot fit the rest of the file")
+            raise self.fail(f"a count of {n} cannot fit the rest of the file; {CUT_SHORT}")
         return n
 
     def value(self) -> Any:
@@ -245,6 +239,7 @@ def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -
     body = cursor.data[min(start, len(cursor.data)) :]
     tensors: dict[str, Stored] = {}
     done, before = 0, "the header"
+    whole = max((offset + n_bytes for offset, n_bytes, *_ in spans), default=0)
     for offset, n_bytes, name, type_name, shape in sorted(spans):
         cursor.what = f"tensor {name}"
         if offset != -(-done // alignment) * alignment:
@@ -253,8 +248,9 @@ def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -
         done, before = offset + n_bytes, name
         if done > len(body):
             raise cursor.fail(
-                f"its bytes {offset}..{done} reach past the end of the data at {len(body)}; "
-                "the file may be truncated, get it again"
+                f"its bytes {offset}..{done} reach past the end of the data at {len(body)}: the "
+                f"tensors take a file of {start + whole} bytes, this one has {len(cursor.data)}; "
+                f"{CUT_SHORT}"
             )
         tensors[name] = Stored(path, name, type_name, shape, body[offset:done])
     if len(body) > -(-done // alignment) * alignment:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .files import contents, map_file, parse_json, read_json, reading, shown, what_is
+from .files import CUT_SHORT, contents, map_file, parse_json, read_json, reading, shown, what_is
 from .stored import Stored
 
 _HEADER_LIMIT = 100 << 20  # the format's own
@@ -47,7 +47,7 @@ def _read_one(path: Path, data: memoryview) -> dict[str, Stored]:
         if end > len(body):
             raise ValueError(
                 f"tensor {name}: its bytes {start}..{end} reach past the end of the "
-                f"data at {len(body)}; the file may be truncated, get it again"
+                f"data at {len(body)}; {CUT_SHORT}"
             )
         spans.append((start, end, name))
         tensors[name] = Stored(path, name, dtype, shape, body[start:end])
@@ -58,15 +58,15 @@ def _read_one(path: Path, data: memoryview) -> dict[str, Stored]:
 def _cut(data: memoryview) -> tuple[dict[str, Any], memoryview]:
     """The header, and the data behind it."""
     if len(data) < 8:
-        raise ValueError(f"{len(data)} bytes are no safetensors file")
+        raise ValueError(f"{len(data)} bytes are not a safetensors file")
     n_header = int.from_bytes(data[:8], "little")
     if n_header > min(len(data) - 8, _HEADER_LIMIT):
         other = what_is(bytes(data[:64]))
         raise ValueError(
-            f"no safetensors file but {other}"
+            f"not a safetensors file but {other}"
             if other
             else f"a header of {n_header} bytes does not fit the file of {len(data)} "
-            f"(limit {_HEADER_LIMIT}); it may be truncated"
+            f"(limit {_HEADER_LIMIT}); {CUT_SHORT}"
         )
     header = bytes(data[8 : 8 + n_header])
     if not header.startswith(b"{"):

@@ -7,9 +7,9 @@ it; their siblings go on over the blocks that they share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from ..engine.arguments import integer
+from ..engine.arguments import check_named, integer
 from ..engine.options import Sampling
 from ..engine.session import BranchSession, mark
 from .prompts import INSTRUCTION, VALUE, Wordings
@@ -37,6 +37,7 @@ def search(
     no: int | str | None = None,
     extract: Callable[[str], str] | None = None,
     progress: bool | None = None,
+    **unknown: NoReturn,
 ) -> Solution:
     """Tree of Thoughts by breadth: `expand` children of each kept node, the best `beam` stay.
 
@@ -45,6 +46,7 @@ def search(
     are verified in full: shortcuts of CGEE decide a winner, not a ranking. The best is chosen
     among finished answers and the last level. Other settings as in `rksc.solve`.
     """
+    check_named(search, unknown)
     expand, depth, beam = (
         integer(field, value, least=1)
         for field, value in (("expand", expand), ("depth", depth), ("beam", beam))

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._core import Branch
 from ..answers.final import final_answer
-from ..engine.arguments import integer
+from ..engine.arguments import check_named, integer, no_model
 from ..engine.options import Sampling
 from ..engine.results import Gate, Generation, Stats, Verdict
 from ..engine.session import BranchSession, mark
@@ -196,6 +196,7 @@ def solve(
     no: int | str | None = None,
     extract: Callable[[str], str] | None = None,
     progress: bool | None = None,
+    **unknown: NoReturn,
 ) -> Solution:
     """Answer a problem several times over one shared prompt and choose the best answer.
 
@@ -206,6 +207,7 @@ def solve(
     from the best text to the answer (None: `final_answer`). progress: None shows a bar on a
     terminal. What is verified, skipped and exited is the session's `cgee`.
     """
+    check_named(solve, unknown)
     plans = _as_approaches(approaches)
     session = session_of(model, problem, extract)
     check_room(session, "approaches", len(plans))
@@ -243,9 +245,7 @@ def session_of(
     if isinstance(model, BranchSession):
         return model
     if not callable(getattr(model, "session", None)):
-        raise TypeError(
-            f"model must be a rksc.Model (of rksc.load) or a rksc.BranchSession, got {model!r}"
-        )
+        raise no_model("model", model)
     return model.session()
 
 
@@ -253,9 +253,11 @@ def check_room(session: BranchSession, field: str, n_branches: int) -> None:
     """Refuse more branches at a time than there are blocks: not even one token each has room."""
     stats = session.stats()
     if n_branches > stats.blocks_total:
+        has, needs = (n * stats.block_bytes / 2**20 for n in (stats.blocks_total, n_branches))
         raise ValueError(
-            f"{field}: {n_branches} branches at a time, but kv_bytes is {stats.blocks_total} KV "
-            f"blocks of {stats.block_bytes / 2**20:.2g} MiB, and each branch needs one of its own"
+            f"{field}: {n_branches} branches at a time need {needs:.2g} MiB of KV for their first "
+            f"tokens alone, and kv_bytes (rksc solve: --kv) gives {has:.2g} MiB: give more, or ask "
+            "for fewer branches"
         )
 
 
