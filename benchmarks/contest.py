@@ -4,8 +4,8 @@ All are started first, one after the other; then in every round each runs the wo
 the same token ids (another prefix each round), while the others sleep. Every round begins with
 another one: who comes first meets the caches that the measurement of the machine left. The CPU
 time of those that should sleep is measured too. Peak memory is what Linux calls VmHWM, the sum
-over an engine's processes, mapped weights included. Nothing here knows what the engines are: see
-branching.py.
+over an engine's processes, mapped weights included, unless the contestant tells it. Nothing here
+knows what the engines are: see branching.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import machine
-
 from rksc.experiments.workload import Shape
+from rksc.limits.rates import READ_BYTES, measure
 
 START_SECONDS, RUN_SECONDS = 900.0, 1800.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -43,16 +42,18 @@ class Contestant:
 
 
 def work(shape: Shape, seed: int, vocab_size: int) -> dict[str, Any]:
-    """Random token ids, 100 .. 40000 where the vocabulary has them; another seed, other ids."""
+    """Random token ids, 100 .. 40000 where the vocabulary has them; another seed, other ids. All
+    suffixes begin differently: equal branches could be computed once."""
     draw = random.Random(seed)
     low, high = (100, min(40000, vocab_size)) if vocab_size > 200 else (0, vocab_size)
 
     def tokens(n: int) -> list[int]:
         return [draw.randrange(low, high) for _ in range(n)]
 
+    begins = draw.sample(range(low, high), shape.branches)
     return {
         "prefix": tokens(shape.prefix),
-        "suffixes": [tokens(shape.suffix) for _ in range(shape.branches)],
+        "suffixes": [[first, *tokens(shape.suffix - 1)] for first in begins],
         "question": tokens(shape.verify),
         "new": shape.new,
     }
@@ -60,42 +61,47 @@ def work(shape: Shape, seed: int, vocab_size: int) -> dict[str, Any]:
 
 def run(
     contestants: Sequence[Contestant],
-    shape: Shape,
+    shapes: Sequence[Shape],
     repeat: int,
     vocab_size: int,
     n_threads: int,
     logs: Path,
     say: Callable[[str], None] = lambda text: None,
     first: int = 0,
-    read_bytes: int = machine.READ_BYTES,
-) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Versions by contestant, and `repeat` rounds numbered from `first`:
-    {"rates": machine.Rates, "runs": {contestant: what peers/protocol.py says, and "peak_bytes",
-    "others_cpu" (seconds of CPU that the sleeping ones took per second)}}. Ctrl-C and SIGTERM
-    keep the whole rounds so far. read_bytes: what a step reads, for machine.measure."""
+    read_bytes: int = READ_BYTES,
+) -> tuple[dict[str, str], list[list[dict[str, Any]]]]:
+    """Versions by contestant, and of each shape `repeat` rounds numbered from `first`:
+    {"rates": Rates, "runs": {contestant: what peers/protocol.py says, and "peak_bytes",
+    "others_cpu" (seconds of CPU that the sleeping ones took per second)}}. A round is all shapes,
+    one after the other. Ctrl-C and SIGTERM keep the whole rounds so far. read_bytes: what a step
+    reads, for limits.rates."""
     started: list[_Process] = []
-    rounds: list[dict[str, Any]] = []
+    rounds: list[list[dict[str, Any]]] = [[] for _ in shapes]
+    longest = max(shapes, key=lambda shape: (shape.branches, shape.prefix))
     try:
         for contestant in contestants:
             say(f"starting {contestant.name}")
             process = _Process(contestant, logs)
             started.append(process)
             process.wait_ready()
-            small = Shape(min(256, shape.prefix), shape.branches, shape.suffix, 2, shape.verify)
+            small = replace(longest, prefix=min(256, longest.prefix), new=2)
             process.run(work(small, -1, vocab_size))  # what an engine does once
         for number in range(first, first + repeat):
-            turn = number % len(started)
-            order = started[turn:] + started[:turn]
-            rates = machine.measure(n_threads, read_bytes)
-            done = {"rates": asdict(rates), "runs": _round(order, work(shape, number, vocab_size))}
-            done["runs"] = {process.name: done["runs"][process.name] for process in started}
-            rounds.append(done)
-            for name, run in done["runs"].items():
-                say(f"round {number + 1}: {name} {sum(run['seconds'].values()):.3f} s")
+            rates, done = asdict(measure(n_threads, read_bytes)), []
+            for place, shape in enumerate(shapes):
+                turn = (number + place) % len(started)
+                runs = _round(started[turn:] + started[:turn], work(shape, number, vocab_size))
+                done.append({"rates": rates, "runs": {p.name: runs[p.name] for p in started}})
+                what = f"{shape.branches} x {shape.prefix}, " if len(shapes) > 1 else ""
+                for name, run in done[-1]["runs"].items():
+                    seconds = sum(run["seconds"].values())
+                    say(f"round {number + 1}: {what}{name} {seconds:.3f} s")
+            for each, one in zip(rounds, done, strict=True):
+                each.append(one)
     except (KeyboardInterrupt, SystemExit):
-        if not rounds:
+        if not rounds[0]:
             raise
-        say(f"interrupted after {len(rounds)} rounds")
+        say(f"interrupted after {len(rounds[0])} rounds")
     finally:
         for process in started:
             process.close()
@@ -173,7 +179,8 @@ class _Process:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(given) + "\n")
         self._process.stdin.flush()
-        return {**self._answer(RUN_SECONDS), "peak_bytes": self.peak_bytes()}
+        answer = self._answer(RUN_SECONDS)
+        return {"peak_bytes": self.peak_bytes(), **answer}
 
     def cpu_seconds(self) -> float:
         """User and system time so far."""

@@ -50,14 +50,14 @@ def missing(source: Path, kinds: Iterable[str], folder: Path) -> list[str]:
 def _target(source: Path, kind: str, folder: Path) -> Path:
     if kind in FOLDER_KINDS:
         return folder / f"{source.stem}-{kind}"
-    if _type_of(source) == kind:
+    if type_of(source) == kind:
         return source
     if kind not in GGUF_KINDS:
         raise ValueError(f"cannot write GGUF type {kind}; known: {', '.join(GGUF_KINDS)}")
     return folder / f"{source.stem}-{kind}.gguf"
 
 
-def _type_of(source: Path) -> str:
+def type_of(source: Path) -> str:
     """The type that most matrices of a GGUF have."""
     from rksc.formats.gguf import read_gguf
 

@@ -154,7 +154,9 @@ def _default_threads(setting: engines.Setting, repeat: int, what: str, wrap: lis
     ]
     vocabulary = load(setting.gguf, tokenizer=False).config.vocab_size
     logs = machine.ROOT / "build" / "peers"
-    _, rounds = contest.run(contestants, setting.shape, repeat, vocabulary, setting.threads, logs)
+    _, (rounds,) = contest.run(
+        contestants, [setting.shape], repeat, vocabulary, setting.threads, logs
+    )
     seconds = {
         name: statistics.median(compare.total(r["runs"][f"rksc {name}"]) for r in rounds)
         for name in numbers

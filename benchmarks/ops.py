@@ -21,10 +21,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-import machine
 from support import native
 from support.native import RK_BF16, RK_F32
 from support.oprig import Array, Plan, Rig, Row, Shape, act, library, matrix
+
+from rksc.limits.rates import measure
 
 SMOL = [(576, 576), (1536, 576), (576, 1536), (49152, 576)]
 WIDE = [(4096, 4096), (14336, 4096)]
@@ -34,8 +35,8 @@ COLD_BYTES = 256 << 20
 
 def peaks(threads: int) -> None:
     """Print the machine's own rates."""
-    rates = machine.measure(threads)
-    for name in ("fma", "bf16", "amx"):
+    rates = measure(threads)
+    for name in ("fma", "bf16", "amx", "int16", "int8"):
         print(f"peak {name:7} {getattr(rates, name) / 1e9:8.0f} GFLOP/s")
     print(f"peak {'read':7} {rates.read / 1e9:8.1f} GB/s")
 

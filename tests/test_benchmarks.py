@@ -12,20 +12,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bounds
 import branching
 import compare
 import contest
+import decode_table
 import engines
 import gpu_check
-import machine
 import mechanisms
 import numpy as np
 import pytest
 from contest import Contestant
 from support.model_files import TINY, random_weights, write_gguf
 
+from rksc import load
+from rksc.engine.defaults import best_dtype
 from rksc.experiments.workload import Shape, flop
+from rksc.limits import bounds
+from rksc.limits.rates import Rates, measure
 from rksc.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +77,35 @@ def test_a_window_limits_the_keys() -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "dtype", "expected"),
+    [("F32", "bfloat16", 2.0), ("F32", "float32", 4.0), ("Q8_0", "float32", 34 / 32)],
+)  # fmt: skip
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_reads_block_types_as_they_are(
+    tmp_path: Path, kind: str, dtype: str, expected: float, tied: bool
+) -> None:
+    """And an embedding only as the head: here it alone is of another type."""
+    weights = random_weights({**TINY, "tie_word_embeddings": tied}, seed=1)
+    write_gguf(tmp_path / "m.gguf", weights, {**TINY, "tie_word_embeddings": tied}, kind)
+    model = load(tmp_path / "m.gguf", tokenizer=False)
+    assert model.config.tied is tied
+    assert bounds.weight_bytes(model.weights, model.config, dtype) == expected
+    ops = bounds.decode_ops(model.config, SHAPE, expected, 2)
+    read = {n: t for n, t in model.weights.items() if tied or n != "model.embed_tokens.weight"}
+    matrices = sum(np.prod(t.shape) for t in read.values() if len(t.shape) == 2)
+    assert sum(op.count * op.read for op in ops[:5]) == SHAPE.new * matrices * expected
+
+
+@pytest.mark.parametrize(
+    ("isa", "arithmetic", "expected"),
+    [("amx", "bfloat16", 3.0), ("avx512_bf16", "bfloat16", 2.0), ("avx2", "bfloat16", 1.0),
+     ("amx", "float32", 1.0), ("avx512_bf16", "int16", 4.0), ("portable", "int8", 5.0)],
+)  # fmt: skip
+def test_a_limit_is_that_of_the_arithmetic(isa: str, arithmetic: str, expected: float) -> None:
+    rates = Rates(fma=1.0, bf16=2.0, amx=3.0, int16=4.0, int8=5.0, read=6.0)
+    assert rates.products(isa, arithmetic) == expected
+
+
 # ---- what is made of the rounds ----------------------------------------------------------------
 
 
@@ -86,7 +118,7 @@ def _run(seconds: float, chosen: list[list[int]], peak: int = 100) -> dict[str, 
 
 
 def _data(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    rates = {"fma": 1e9, "bf16": 2e9, "amx": 8e9, "read": 1e9}
+    rates = {"fma": 1e9, "bf16": 2e9, "amx": 8e9, "int16": 4e9, "int8": 16e9, "read": 1e9}
     names = list(rounds[0])
     return {
         "model": "m.gguf", "numbers": "bfloat16", "dtype": "bfloat16", "threads": 2,
@@ -106,7 +138,7 @@ def test_summary_takes_medians_ratios_and_fractions() -> None:
     assert made["rows"]["rksc"]["total"] == {"median": 2.0, "low": 1.0, "high": 4.0}
     (ratio,) = made["ratios"]
     assert (ratio["value"], ratio["low"], ratio["high"]) == (0.4, 0.25, 4 / 6)
-    assert (ratio["must"], ratio["aim"]) == (0.70, 0.55)
+    assert (ratio["must"], ratio["aim"]) == (0.50, 0.42)
     assert made["memory"][0]["value"] == 0.5
     assert made["rows"]["vLLM"]["agreement"] == 0.5
     # in the median run: 4e9 operations in 1 s at 8e9; two ops of max(0.2 s, 0.25 s) in 1 s.
@@ -132,10 +164,95 @@ def test_nothing_is_faster_than_the_machine(what: str, changed: dict[str, Any]) 
 
 @pytest.mark.parametrize("read_bytes", [1, 5000, 1 << 20])
 def test_limits_are_measured_on_areas_of_any_size(read_bytes: int) -> None:
-    rates = machine.measure(2, read_bytes)
+    rates = measure(2, read_bytes)
     assert rates.fma > 1e9
     assert rates.read > 1e8
     assert (rates.bf16 > rates.fma) == (rates.bf16 > 0)
+    assert rates.int8 > rates.int16 > 0
+
+
+def test_the_best_way_of_a_peer_counts() -> None:
+    """By the median total; one that draws its own tokens agrees with nothing."""
+    own = {"seconds": {"prefill": 1.0, "decode": 1.0}, "tokens": None, "chosen": None,
+           "peak_bytes": 50, "others_cpu": 0.0}  # fmt: skip
+    runs = {
+        "rksc": _run(2.0, [[1, 2]]), "rksc int8": _run(1.0, [[1, 3]], 120),
+        "llama.cpp": _run(5.0, [[1, 2]]), "llama.cpp -fa": _run(4.0, [[1, 2]]),
+        "ik_llama.cpp": own,
+    }  # fmt: skip
+    families = {
+        "rksc": "rksc", "rksc int8": "rksc", "llama.cpp": "llama.cpp",
+        "llama.cpp -fa": "llama.cpp", "ik_llama.cpp": "ik_llama.cpp",
+    }  # fmt: skip
+    data = _data([runs]) | {
+        "workload": "W3", "numbers": "Q4_K", "families": families, "in_place_bytes": 80,
+        "isas": {"rksc": "amx", "rksc int8": "amx"}, "activations": {"rksc int8": "int8"},
+        "decode_ops": [],
+    }  # fmt: skip
+    made = compare.summary(data)
+    found = [(r["ours"], r["theirs"], r["value"], r["must"]) for r in made["ratios"]]
+    assert found == [
+        ("rksc", "llama.cpp -fa", 0.5, 0.62), ("rksc", "ik_llama.cpp", 1.0, 0.90),
+        ("rksc int8", "llama.cpp -fa", 0.25, 0.42), ("rksc int8", "ik_llama.cpp", 0.5, 0.60),
+    ]  # fmt: skip
+    assert made["rows"]["ik_llama.cpp"]["agreement"] is None
+    in_place = [(m["ours"], m["value"], m["must"]) for m in made["memory"][-2:]]
+    assert in_place == [("rksc", 1.25, 1.15), ("rksc int8", 1.5, 1.15)]
+    assert "file and KV" in compare.table(data)
+
+
+def _cell(branches: int, prefix: int, ms: dict[str, list[float]]) -> dict[str, Any]:
+    shape = Shape(prefix=prefix, branches=branches, suffix=1, new=4, verify=0)
+    rates = _data([{"rksc": _run(1.0, [])}])["rounds"][0]["rates"]
+    rounds = [
+        {"rates": rates,
+         "runs": {name: {"seconds": {"prefill": 9.0, "decode": each[i] * 4e-3}}
+                  for name, each in ms.items()}}
+        for i in range(len(ms["rksc"]))
+    ]  # fmt: skip
+    return {"shape": vars(shape), "read_bytes": 5_000_000, "rounds": rounds}
+
+
+def _steps(*cells: dict[str, Any]) -> dict[str, Any]:
+    names = list(cells[0]["rounds"][0]["runs"])
+    return {
+        "model": "m.gguf", "numbers": "Q4_K", "threads": 2, "machine": "a machine",
+        "families": {n: n.partition(" ")[0] for n in names}, "activations": {},
+        "skipped": ["vLLM skipped: no"], "cells": list(cells),
+    }  # fmt: skip
+
+
+def test_a_decode_table_has_medians_goals_and_the_read_rate() -> None:
+    slow = {"rksc": [9.0, 8.0, 7.0], "llama.cpp": [20.0, 5.0, 10.0], "llama.cpp -fa": [99.0] * 3}
+    fast = {"rksc": [10.0, 30.0, 20.0], "llama.cpp": [90.0] * 3, "llama.cpp -fa": [40.0] * 3}
+    data = _steps(_cell(1, 128, slow), _cell(8, 128, fast), _cell(8, 2048, fast))
+    one, eight, far = decode_table.summary(data)
+    assert one["ms"] == pytest.approx({"rksc": 8.0, "llama.cpp": 10.0, "llama.cpp -fa": 99.0})
+    ratio = one["ratios"]["rksc / llama.cpp"]
+    assert [ratio[key] for key in ("value", "low", "high")] == pytest.approx([0.8, 0.45, 1.6])
+    assert (ratio["must"], ratio["aim"]) == (1.10, 0.90)
+    ratio = eight["ratios"]["rksc / llama.cpp -fa"]
+    assert (ratio["value"], ratio["must"]) == (pytest.approx(0.5), 0.42)
+    assert far["ratios"]["rksc / llama.cpp -fa"]["must"] is None  # no goals at that prefix
+    assert one["read"]["rksc"] == pytest.approx([5 / 9, 5 / 8, 5 / 7])  # of 1 GB/s
+    assert not eight["read"]
+    text = decode_table.table(data)
+    assert "vLLM skipped: no" in text
+    assert "MISSED" in text and "aim reached" in text
+    with pytest.raises(ValueError, match=r"rksc, reads at one branch: 1\.25\d* of the machine's"):
+        decode_table.table(_steps(_cell(1, 128, {"rksc": [4.0], "llama.cpp": [9.0]})))
+
+
+def test_cells_of_a_decode_table() -> None:
+    cells = decode_table.shapes(None, None, None)
+    assert {(s.prefix, s.branches) for s in cells} == {
+        (p, n) for p in (128, 2048) for n in (1, 2, 4, 8, 16, 32)
+    }
+    assert {s.new for s in cells} == {32}
+    assert vars(decode_table.largest(cells)) == vars(
+        Shape(prefix=2048, branches=32, suffix=1, new=32, verify=0)
+    )
+    assert [(s.prefix, s.branches, s.new) for s in decode_table.shapes(16, 3, 5)] == [(16, 3, 5)]
 
 
 def test_a_difference_without_sharing_is_told() -> None:
@@ -331,12 +448,36 @@ def test_options() -> None:
     assert (name, shape) == ("W2", Shape(prefix=4096, branches=32))
     name, shape = branching.shape_of(branching.parse(["--new", "8"]))
     assert (name, shape) == ("custom", Shape(new=8))
+    options = branching.parse(["m.gguf", "--workload", "W3", "--peers"])
+    assert branching.shape_of(options) == ("W3", Shape())
+    assert branching.names_of(options) == ["rksc", "rksc int8", "llama.cpp", "ik_llama.cpp"]
+    options = branching.parse(["m.gguf", "--decode-table", "--peers"])
+    assert branching.names_of(options) == ["rksc", "llama.cpp", "ik_llama.cpp"]
+    options = branching.parse(["--peer-python", "vLLM=/a", "--peer-program", "ik_llama.cpp=/b"])
+    assert options.places == {"vLLM": "/a", "ik_llama.cpp": "/b"}
+
+
+def test_a_quantised_file_is_taken_as_it_is(model: Path, tmp_path: Path) -> None:
+    """Unless other numbers are asked for."""
+    file = tmp_path / "q.gguf"
+    write_gguf(file, random_weights(TINY, seed=1), TINY, "Q8_0")
+    numbers = branching.numbers_of(branching.parse([str(file), "--workload", "W3"]))
+    setting = engines.Setting(file, tmp_path / "made", numbers, SHAPE, 1)
+    assert (numbers, setting.quantised, setting.gguf) == ("Q8_0", True, file)
+    assert not (tmp_path / "made").exists()
+    asked = branching.parse([str(file), "--dtype", "float32"])
+    assert branching.numbers_of(asked) == "float32"
+    assert branching.numbers_of(branching.parse([str(model)])) == best_dtype()
+    with pytest.raises(ValueError, match=r"tiny\.gguf is not"):
+        branching.numbers_of(branching.parse([str(model), "--workload", "W3"]))
 
 
 @pytest.mark.parametrize(
     "arguments",
     [["--repeat", "0"], ["--append"], ["--peer-python", "vLLM"], ["--peer-python", "x=/y"],
-     ["--dtype", "float32", "--gguf-type", "Q8_0"], ["--elsewhere", "nothing"]],
+     ["--dtype", "float32", "--gguf-type", "Q8_0"], ["--elsewhere", "nothing"],
+     ["--peer-program", "vLLM=/y"], ["--peer-python", "ik_llama.cpp=/y"],
+     ["--workload", "W3"], ["--decode-table", "--elsewhere"]],
 )  # fmt: skip
 def test_bad_options_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -351,6 +492,10 @@ def test_a_peer_that_is_not_there_says_how_to_install_it(tmp_path: Path) -> None
     assert "vLLM skipped" in line and "pip install" in line and "RKSC_PEER_VLLM" in line
     quantised = engines.Setting(tmp_path / "m.gguf", tmp_path, "Q8_0", SHAPE, 1)
     assert "does not read Q8_0" in str(engines.peer(quantised, "transformers", {}))
+    line = engines.peer(quantised, "ik_llama.cpp", {"ik_llama.cpp": str(tmp_path / "bench")})
+    assert isinstance(line, str)
+    assert "ik_llama.cpp skipped: no program" in line
+    assert "cmake" in line and "RKSC_PEER_IK_LLAMA_CPP" in line and "--peer-program" in line
 
 
 def test_packages_that_are_missing_here_are_named_at_once(
@@ -398,7 +543,7 @@ def test_side_by_side_with_a_tiny_model(model: Path, tmp_path: Path) -> None:
     data = json.loads(file.read_text())
     assert len(data["rounds"]) == 2
     for r in data["rounds"]:
-        assert set(r["rates"]) == {"fma", "bf16", "amx", "read"}
+        assert set(r["rates"]) == {"fma", "bf16", "amx", "int16", "int8", "read"}
         for run in r["runs"].values():
             assert set(run["seconds"]) == set(compare.PHASES)
             assert run["peak_bytes"] > 1 << 20
@@ -408,11 +553,80 @@ def test_side_by_side_with_a_tiny_model(model: Path, tmp_path: Path) -> None:
     assert first["chosen"] != second["chosen"]  # another prefix in each round
 
 
+# Answers like llama-batched-bench: a line for each prompt; 0.5 s a prompt's token, 2 s a step.
+BATCHED_BENCH = r"""#!/bin/sh
+[ "$1" = --version ] && { echo "version: 1 (abc)" >&2; exit 0; }
+while [ $# -gt 0 ]; do
+    case $1 in
+        -npp) prompts=$2 ;; -ntg) new=$2 ;; -npl) branches=$2 ;; -rtr) seconds=0.125 ;;
+    esac
+    shift
+done
+for n in $(echo "$prompts" | tr , ' '); do
+    echo "|  $n |  $new | $branches | 9 | ${seconds:-$n.5} | 1 | 2.250 | 1 | 1 | 1 |" >&2
+done
+"""
+
+
+def batched_bench(folder: Path) -> Path:
+    program = folder / "llama-batched-bench"
+    program.write_text(BATCHED_BENCH)
+    program.chmod(0o755)
+    return program
+
+
+def test_a_peer_that_is_a_program(model: Path, tmp_path: Path) -> None:
+    """Each of its ways; phases that it does not know are prompts of as many tokens."""
+    places = {"ik_llama.cpp": str(batched_bench(tmp_path))}
+    setting = engines.Setting(model, tmp_path, "F32", SHAPE, 1)
+    made = engines.peer(setting, "ik_llama.cpp", places)
+    assert isinstance(made, list)
+    assert [c.name.removeprefix("ik_llama.cpp") for c in made] == ["", " -fa", " -rtr", " -rtr -fa"]
+    plain = Shape(prefix=24, branches=3, suffix=1, new=5, verify=0)
+    versions, (whole, bare) = contest.run(made[1:3], [SHAPE, plain], 1, 97, 1, tmp_path)
+    assert versions["ik_llama.cpp -rtr"] == "ik_llama.cpp version: 1 (abc)"
+    run = whole[0]["runs"]["ik_llama.cpp -fa"]
+    assert run["seconds"] == {"prefill": 24.5, "suffix": 9.5, "verify": 12.5, "decode": 2.25}
+    assert run["chosen"] is None
+    assert run["peak_bytes"] > 1 << 16
+    assert bare[0]["runs"]["ik_llama.cpp -rtr"]["seconds"] == {"prefill": 0.125, "decode": 2.25}
+    places = {"ik_llama.cpp": "/bin/false"}
+    broken = engines.peer(setting, "ik_llama.cpp", places)
+    with pytest.raises(RuntimeError, match=r"ik_llama.cpp: .*status 1"):
+        contest.run([broken[0]], [plain], 1, 97, 1, tmp_path)  # type: ignore[list-item]
+
+
+def test_a_decode_table_of_a_tiny_model(tmp_path: Path) -> None:
+    """The program as it is called, beside a peer that is a program."""
+    model, file = tmp_path / "tiny.gguf", tmp_path / "out.json"
+    write_gguf(model, random_weights(TINY, seed=1), TINY, "Q8_0")
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "branching.py"), str(model), "--decode-table",
+        "--engines", "rksc", "rksc int8", "ik_llama.cpp", "--prefix", "20", "--new", "3",
+        "--threads", "1", "--repeat", "1", "--json", str(file),
+        "--peer-program", f"ik_llama.cpp={batched_bench(tmp_path)}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(file.read_text())
+    assert data["numbers"] == "Q8_0"
+    assert [c["shape"]["branches"] for c in data["cells"]] == [1, 2, 4, 8, 16, 32]
+    for cell in data["cells"]:
+        (one,) = cell["rounds"]
+        run = one["runs"]["rksc"]
+        n = cell["shape"]["branches"]
+        assert run["tokens"] == 20 + n * 3  # nothing but the prefix and the steps
+        assert [len(tokens) for tokens in run["chosen"]] == [3] * n
+        assert one["runs"]["rksc int8"]["arithmetic"] == "int8"
+        assert one["runs"]["ik_llama.cpp -rtr"]["seconds"]["decode"] == 2.25
+    assert "20 x 32: rksc int8 / ik_llama.cpp" in done.stdout
+
+
 def test_a_contestant_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     script = "import sys; sys.exit('no such engine')"
     broken = Contestant("broken", "peer", [sys.executable, "-c", script])
     with pytest.raises(RuntimeError, match=r"broken: .*status 1[\s\S]*no such engine"):
-        contest.run([broken], SHAPE, 1, 97, 1, tmp_path)
+        contest.run([broken], [SHAPE], 1, 97, 1, tmp_path)
 
 
 def test_process_tree_finds_children() -> None:

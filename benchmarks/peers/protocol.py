@@ -7,8 +7,11 @@ and that engine alone. The driver writes one JSON object a line to its standard 
 
 and for each reads one back, {"seconds": {phase: s}, "tokens": n, "chosen": [[ids], ...]}: seconds
 of each phase, tokens that went through the model (null where the engine does not tell), and
-each branch's new tokens. Before the first, {"ready": version} says that the model is loaded. So
-all engines get the same ids, and runs of several engines can take turns while the idle ones sleep.
+each branch's new tokens (null where the engine draws its own). Suffixes of one token have no
+phase of their own, and an empty question asks for no verification. A contestant whose work is
+done by processes that have ended adds their "peak_bytes". Before the first, {"ready": version}
+says that the model is loaded. So all engines get the same ids, and runs of several engines can take
+turns while the idle ones sleep.
 """
 
 from __future__ import annotations

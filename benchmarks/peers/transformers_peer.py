@@ -45,7 +45,8 @@ def prepare() -> tuple[Run, str]:
             token = forward(token, cache).logits[:, -1:].argmax(-1)
             chosen.append(token)
         laps.lap("decode")
-        forward(torch.cat([token, question], 1), cache).logits[:, -1].argmax(-1)
+        if work["question"]:
+            forward(torch.cat([token, question], 1), cache).logits[:, -1].argmax(-1)
         laps.lap("verify")
         return {
             "seconds": laps.seconds, "tokens": tokens,

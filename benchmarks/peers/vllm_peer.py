@@ -61,7 +61,7 @@ def prepare() -> tuple[Run, str]:
         chosen, second = generate(prompts, work["new"])
         laps.lap("decode")
         texts = [p + c + work["question"] for p, c in zip(prompts, chosen, strict=True)]
-        _, third = generate(texts, 1)
+        third = generate(texts, 1)[1] if work["question"] else 0
         laps.lap("verify")
         return {"seconds": laps.seconds, "tokens": first + second + third, "chosen": chosen}
 

@@ -22,6 +22,7 @@ from ..engine.arguments import nearest
 from ..engine.defaults import best_dtype, find_model
 from ..experiments import workload as bench_module
 from ..formats.files import plain
+from ..limits.share import shares
 from ..reasoning.solve import Solution
 from . import demo as demo_module
 from .experiment import add_experiment_options, experiment
@@ -329,6 +330,11 @@ def _doctor(options: argparse.Namespace) -> int:
     ends = ", ".join(f"{i} {plain(names.get(i, ''))}".strip() for i in session.config.eos)
     print(f"a turn ends   at {ends or 'no token: its files name none'}")
     del session
+    try:
+        for line in shares(model, **settings):
+            print(line, flush=True)
+    except (OSError, ValueError) as error:
+        print(f"limits        unknown: {error}")
     if not options.selftest:
         return 0
     print()

@@ -154,7 +154,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Work:
-    """The same work for both ways: a prompt, what follows it in each branch, a judgement."""
+    """The same work for both ways: a prompt, what follows it in each branch, a judgement.
+
+    Without a question nothing is verified.
+    """
 
     prefix: Sequence[int]
     suffixes: Sequence[Sequence[int]]
@@ -252,6 +255,8 @@ def _generate(session: BranchSession, kids: list[Branch], work: Work) -> list[Ge
 
 
 def _verify(session: BranchSession, kids: list[Branch], work: Work) -> list[Verdict]:
+    if not work.question:
+        return []
     return session.verify(kids, work.question, work.yes, work.no, cgee=None)
 
 

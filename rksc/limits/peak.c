@@ -1,6 +1,6 @@
 /* What this machine can do: dot products on operands near by, and reads.
  *
- * Built by machine.py for the machine it runs on (-march=native); each function
+ * Built by rates.py for the machine it runs on (-march=native); each function
  * runs several loops on n threads, one after the other, and returns operations
  * or bytes per second of all threads together in the fastest of them. A second
  * is one of the thread's own processor time: a limit is what the machine can
@@ -107,6 +107,51 @@ static work *const fma_loops[] = {NULL, NULL, NULL};
 static work *const bf16_loops[] = {NULL, NULL, NULL};
 #endif
 
+/* 16-bit integers, sums of pairs in int32; then bytes, sums of four. */
+#if defined(__AVX512VNNI__)
+#define NAME(loop) int16_##loop
+#define SUM __m512i
+#define OPERAND __m512i
+#define ZERO _mm512_setzero_si512()
+#define DOT(sum, x, y) _mm512_dpwssd_epi32(sum, x, y)
+#define OPERATIONS 64.0
+#include "peak_dot.h"
+#define NAME(loop) int8_##loop
+#define SUM __m512i
+#define OPERAND __m512i
+#define ZERO _mm512_setzero_si512()
+#define DOT(sum, x, y) _mm512_dpbusd_epi32(sum, x, y)
+#define OPERATIONS 128.0
+#include "peak_dot.h"
+#elif defined(__AVX2__)
+#if defined(__AVXVNNI__)
+#define DOT16(sum, x, y) _mm256_dpwssd_avx_epi32(sum, x, y)
+#define DOT8(sum, x, y) _mm256_dpbusd_avx_epi32(sum, x, y)
+#else
+#define DOT16(sum, x, y) _mm256_add_epi32(sum, _mm256_madd_epi16(x, y))
+#define DOT8(sum, x, y)                                                \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), \
+                                            _mm256_set1_epi16(1)))
+#endif
+#define NAME(loop) int16_##loop
+#define SUM __m256i
+#define OPERAND __m256i
+#define ZERO _mm256_setzero_si256()
+#define DOT(sum, x, y) DOT16(sum, x, y)
+#define OPERATIONS 32.0
+#include "peak_dot.h"
+#define NAME(loop) int8_##loop
+#define SUM __m256i
+#define OPERAND __m256i
+#define ZERO _mm256_setzero_si256()
+#define DOT(sum, x, y) DOT8(sum, x, y)
+#define OPERATIONS 64.0
+#include "peak_dot.h"
+#else
+static work *const int16_loops[] = {NULL, NULL, NULL};
+static work *const int8_loops[] = {NULL, NULL, NULL};
+#endif
+
 #if defined(__AMX_BF16__)
 static int amx_begin(void)
 {
@@ -200,6 +245,16 @@ double peak_bf16(int n_threads)
 double peak_amx(int n_threads)
 {
     return best(amx_loops, n_threads);
+}
+
+double peak_int16(int n_threads)
+{
+    return best(int16_loops, n_threads);
+}
+
+double peak_int8(int n_threads)
+{
+    return best(int8_loops, n_threads);
 }
 
 /* ---- reads ------------------------------------------------------------------

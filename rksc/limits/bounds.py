@@ -8,11 +8,16 @@ many branches attend to it. Activations stay in the caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rksc.experiments.workload import Shape
-from rksc.model.config import ModelConfig
+from .._core import Tensor
+from ..experiments.workload import Shape
+from ..model.config import ModelConfig
+from ..model.names import EMBEDDING
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,19 @@ def decode_ops(config: ModelConfig, shape: Shape, weight_bytes: float, kv_bytes:
     return ops
 
 
+def weight_bytes(weights: Mapping[str, Tensor], config: ModelConfig, dtype: str) -> float:
+    """Of an element of the matrices that a step reads, on average: block types are read as they
+    are, others in the session's dtype. An embedding that is not the head is looked up."""
+    n = n_bytes = 0
+    for name, tensor in weights.items():
+        if len(tensor.shape) == 2 and (config.tied or name != EMBEDDING):
+            size = math.prod(tensor.shape)
+            n += size
+            plain = tensor.type in ("F32", "F16", "BF16")
+            n_bytes += size * ITEM_BYTES[dtype] if plain else tensor.nbytes
+    return n_bytes / n
+
+
 def _attention(
     n_layers: int, shape: Shape, step: int, window: int, q: int, token_bytes: float
 ) -> Op:
@@ -67,12 +85,16 @@ def seconds(ops: Iterable[Op], read: float, products: float) -> float:
     return sum(op.count * max(op.read / read, op.flop / products) for op in ops)
 
 
+def read_bytes(ops: Iterable[Op]) -> int:
+    return int(sum(op.count * op.read for op in ops))
+
+
 def fraction(achieved: float, limit: float, what: str) -> float:
     """achieved / limit. Nothing is faster than the machine: ValueError where the limit is wrong."""
     if achieved > limit:
         raise ValueError(
             f"{what}: {achieved / limit:.3f} of the machine's limit. The limit was measured too "
-            "low: run again on an idle machine; if it stays, benchmarks/peak.c lacks a loop that "
+            "low: run again on an idle machine; if it stays, rksc/limits/peak.c lacks a loop that "
             "is as fast as this processor"
         )
     return achieved / limit
