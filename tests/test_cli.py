@@ -28,6 +28,7 @@ from rksc.cli.values import problem
 from rksc.clients import OpenAI
 from rksc.clients.vllm import LLM
 from rksc.engine.defaults import best_dtype, find_model
+from rksc.limits import rates
 
 
 @pytest.fixture
@@ -297,6 +298,22 @@ def test_doctor(capsys: Any, path: str) -> None:
     assert "chat template: yes" in said
     assert "at 2 <|im_end|>, 0 <|endoftext|>" in said
     assert "30 layers" in said
+    share = r"{:14}.* of \d.*; (\d+)% of the machine's limit\n"
+    for what in ("decode", "prefill"):
+        found = re.search(share.format(what), said)
+        assert found is not None, said
+        assert 0 < int(found[1]) <= 100
+
+
+def test_doctor_without_a_compiler_says_what_the_limits_need(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("CC", "/no/such/cc")
+    rates._library.cache_clear()
+    assert main(["doctor", path]) == 0
+    said = capsys.readouterr().out
+    assert "limits        unknown: " in said
+    assert "no compiler /no/such/cc: install gcc or clang" in said
 
 
 def test_doctor_tells_what_is_there_of_cuda(
