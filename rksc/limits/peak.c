@@ -129,8 +129,8 @@ static work *const bf16_loops[] = {NULL, NULL, NULL};
 #define DOT8(sum, x, y) _mm256_dpbusd_avx_epi32(sum, x, y)
 #else
 #define DOT16(sum, x, y) _mm256_add_epi32(sum, _mm256_madd_epi16(x, y))
-#define DOT8(sum, x, y)                                                \
-    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), \
+#define DOT8(sum, x, y)                                                        \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, y),        \
                                             _mm256_set1_epi16(1)))
 #endif
 #define NAME(loop) int16_##loop
