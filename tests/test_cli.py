@@ -248,7 +248,7 @@ def test_bad_engine_settings_are_named(capsys: Any, path: str) -> None:
         assert f"argument {option}: must be" in capsys.readouterr().err
     assert main(["solve", path, "x", "--kv", "1M"]) == 2
     told = "8 branches at a time need 2.8 MiB of KV for their first tokens alone, and kv_bytes"
-    assert f"{told} (rksc solve: --kv) gives 0.7 MiB" in capsys.readouterr().err
+    assert f"{told} (rksc solve: --kv) is 2 KV blocks, 0.7 MiB" in capsys.readouterr().err
 
 
 def test_solve(capsys: Any, path: str, tmp_path: Path) -> None:

@@ -256,8 +256,8 @@ def check_room(session: BranchSession, field: str, n_branches: int) -> None:
         has, needs = (n * stats.block_bytes / 2**20 for n in (stats.blocks_total, n_branches))
         raise ValueError(
             f"{field}: {n_branches} branches at a time need {needs:.2g} MiB of KV for their first "
-            f"tokens alone, and kv_bytes (rksc solve: --kv) gives {has:.2g} MiB: give more, or ask "
-            "for fewer branches"
+            f"tokens alone, and kv_bytes (rksc solve: --kv) is {stats.blocks_total} KV blocks, "
+            f"{has:.2g} MiB: give more, or ask for fewer branches"
         )
 
 
