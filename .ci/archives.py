@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 from pathlib import PurePosixPath
 
-KNOWN = {"rksc/data/README.md"}
+KNOWN = {"rksc/data/README.md", "rksc/limits/peak.c", "rksc/limits/peak_dot.h"}
 CODE = (".py", ".pyi", ".so", ".typed")
 GIT_ONLY = {".gitignore"}  # says nothing outside of a repository
 PACKAGES = ("rksc", "pytest_rksc.py")
