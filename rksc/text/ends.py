@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..formats.fields import Fields, token_ids
 from ..formats.files import parse_json, read_bytes, read_json, reading, shown
 from ..scalars import as_int
@@ -141,8 +143,8 @@ def gguf_ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     tokens, fields = metadata.get("tokenizer.ggml.tokens"), Fields(metadata)
     if tokens is not None and fields.get("tokenizer.ggml.token_type") is not None:
         kinds = fields.integers("tokenizer.ggml.token_type", len(tokens))
-        named = [i for i, text in enumerate(tokens) if text in END_TOKENS]
-        ids += [i for i in named if kinds[i] in (_CONTROL, _USER)]
+        marks = np.flatnonzero((kinds == _CONTROL) | (kinds == _USER))
+        ids += [int(i) for i in marks if tokens[i] in END_TOKENS]
     return tuple(dict.fromkeys(ids))
 
 

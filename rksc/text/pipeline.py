@@ -140,10 +140,17 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def from_byte_level(token: str, alphabet: Mapping[str, int]) -> bytes:
+def byte_level_table() -> dict[int, str]:
+    """For str.translate: what spells a byte becomes the byte's character of Latin-1, and what
+    does not becomes one that Latin-1 lacks (those above U+00FF are so already)."""
+    spelled = {ord(character): chr(byte) for character, byte in byte_alphabet().items()}
+    return dict.fromkeys(range(0x100), "\u0100") | spelled
+
+
+def from_byte_level(token: str, table: Mapping[int, str]) -> bytes:
     try:
-        return bytes([alphabet[character] for character in token])
-    except KeyError:  # spelled plainly
+        return token.translate(table).encode("latin-1")
+    except UnicodeEncodeError:  # spelled plainly
         return token.encode()
 
 

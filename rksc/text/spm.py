@@ -226,7 +226,7 @@ def _original_types(
 
 def first_ids(tokens: Sequence[str]) -> dict[str, int]:
     """Ids by token; the first of equal ones."""
-    return {token: i for i, token in reversed(list(enumerate(tokens)))}
+    return dict(zip(reversed(tokens), reversed(range(len(tokens))), strict=True))
 
 
 def _free_name(i: int, names: Collection[str]) -> str:

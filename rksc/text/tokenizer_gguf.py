@@ -17,7 +17,7 @@ from ..formats.fields import Fields
 from ..formats.files import reading, shown
 from ..scalars import as_int
 from .ends import gguf_ends
-from .pipeline import SPACE, Pipeline, byte_alphabet, from_byte_level, library
+from .pipeline import SPACE, Pipeline, byte_level_table, from_byte_level, library
 from .special import gguf_named_tokens, gguf_templates
 from .spm import BYTE, CONTROL, NORMAL, PADDING, UNKNOWN, UNUSED, USER, SentencePiece, first_ids
 
@@ -144,7 +144,7 @@ def _byte_level(keys: _Keys) -> dict[str, Any]:
         )
     if keys.flag("add_space_prefix", False):
         raise ValueError(f"tokenizer.ggml.add_space_prefix is not supported here; {_FOLDER}")
-    alphabet = byte_alphabet()
+    table = byte_level_table()
     return {
         "encoder": Pipeline(_byte_level_pipeline(keys, rule), "GGUF"),
         "pieces": [
@@ -152,7 +152,7 @@ def _byte_level(keys: _Keys) -> dict[str, Any]:
             if kind in (UNKNOWN, CONTROL, UNUSED)
             else token.encode()
             if kind == USER
-            else from_byte_level(token, alphabet)
+            else from_byte_level(token, table)
             for token, kind in zip(keys.tokens, keys.types, strict=True)
         ],
         "adds_bos": keys.flag("add_bos_token", rule.adds_bos),

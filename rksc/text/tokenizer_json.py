@@ -14,7 +14,7 @@ from typing import Any
 from ..formats.fields import Fields
 from ..formats.files import parse_json, read_bytes, reading, shown
 from ..scalars import as_float, as_int
-from .pipeline import Pipeline, byte_alphabet, from_byte_level, from_sentencepiece, library
+from .pipeline import Pipeline, byte_level_table, from_byte_level, from_sentencepiece, library
 from .regexes import check_pattern
 
 _FILE_BYTES = 64 << 20  # twice the largest that we know
@@ -185,10 +185,10 @@ def pieces_of(
     byte_level = "ByteLevel" in kinds
     vocabulary, added = pipeline.vocabulary(), pipeline.added()
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    alphabet = byte_alphabet()
+    table = byte_level_table()
     for token, i in vocabulary.items():
         if i not in added:
-            spelled = from_byte_level(token, alphabet) if byte_level else from_sentencepiece(token)
+            spelled = from_byte_level(token, table) if byte_level else from_sentencepiece(token)
             pieces[i] = spelled
         elif not added[i].special:
             pieces[i] = added[i].content.encode()
