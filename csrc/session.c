@@ -43,9 +43,10 @@ static rk_status pool_size(const rk_session *s, int32_t *n_blocks,
         &s->model.config, s->options.kv_type, s->options.block_tokens);
     int64_t n = s->options.kv_bytes / block;
     if (n < 1) {
-        return rk_fail(err, RK_EVALUE,
-                       "kv_bytes: %lld bytes hold no block of %lld bytes",
-                       (long long)s->options.kv_bytes, (long long)block);
+        return rk_fail(
+            err, RK_EVALUE,
+            "kv_bytes: %lld bytes are less than one KV block, %lld bytes",
+            (long long)s->options.kv_bytes, (long long)block);
     }
     *n_blocks = n > INT32_MAX - 1 ? INT32_MAX - 1 : (int32_t)n;
     return RK_OK;

@@ -45,7 +45,7 @@ def fidelity(branch: Branch, reference: Branch, continuation: Text) -> Fidelity:
     assert isinstance(session, BranchSession)
     tokens = session.encode(continuation, field="continuation")
     if not len(tokens):
-        raise ValueError("continuation is empty: fidelity is compared over its tokens")
+        raise ValueError("continuation is empty: fidelity is measured over its tokens")
     rows = [log_softmax(_logits(b, tokens)) for b in (branch, reference)]
     own, wanted = rows
     kl = (np.exp(wanted) * (wanted - own)).sum(1)
@@ -107,7 +107,7 @@ def assert_confidence(
         found = [row.confidence for row in rows]
     numbers = [-1.0 if value is None else value for value in found]
     if not numbers:
-        raise ValueError("results: nothing whose confidence could be looked at")
+        raise ValueError("results: none has a confidence")
     reached = max(numbers) if best else min(numbers)
     if not reached >= at_least:
         shown = ", ".join("none" if v is None else f"{v:.3f}" for v in found)

@@ -47,7 +47,7 @@ def test_several_end_tokens() -> None:
 def test_head_dim_given_or_derived() -> None:
     assert of(num_attention_heads=6, num_key_value_heads=2, head_dim=16).head_dim == 16
     assert of(head_dim=None).head_dim == 16
-    with pytest.raises(ValueError, match="hidden_size 64 is no multiple"):
+    with pytest.raises(ValueError, match="hidden_size 64 is not a multiple"):
         of(num_attention_heads=6, num_key_value_heads=2, head_dim=None)
 
 
@@ -177,7 +177,7 @@ def test_qwen2_window_starts_at_a_layer() -> None:
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_hidden_layers": 2**40}, "n_layers"),
-        ({"num_key_value_heads": 3}, "n_heads 4 is no multiple"),
+        ({"num_key_value_heads": 3}, "n_heads 4 is not a multiple"),
         ({"head_dim": 15}, "head_dim must be even"),
         ({"eos_token_id": 97}, "eos_token_id 97 is outside the vocabulary of 97"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
@@ -254,7 +254,7 @@ def test_gguf_head_dim() -> None:
     none = {"attention__key_length": None, "rope__dimension_count": None}
     assert gguf_of(TINY, **none).head_dim == 16
     none["attention__value_length"] = None
-    with pytest.raises(ValueError, match="embedding_length 64 is no multiple"):
+    with pytest.raises(ValueError, match="embedding_length 64 is not a multiple"):
         gguf_of(wide, **none)
 
 

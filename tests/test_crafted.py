@@ -168,7 +168,9 @@ def test_a_split_of_99999_shards_costs_nothing(
     with pytest.raises(ValueError, match=r"m-00002-of-99999\.gguf: split\.no is 0, expected 1"):
         load(path)
     (tmp_path / "m-00002-of-99999.gguf").unlink()
-    with pytest.raises(ValueError, match=r"m-00002-of-99999\.gguf: shard is missing, one of 99999"):
+    with pytest.raises(
+        ValueError, match=r"m-00002-of-99999\.gguf: this shard is missing; the model has 99999"
+    ):
         load(path)
 
 
@@ -378,8 +380,8 @@ TEXTS = {
     "deep objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deep"),
     "not UTF-8": (b'{"a": "\xff"}', "malformed JSON: 'utf-8'"),
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "malformed JSON"),
-    "half a surrogate pair": (b'{"a": "\\ud800"}', "half a surrogate pair"),
-    "half of one as a name": (b'{"\\uDFFF": 1}', "half a surrogate pair"),
+    "half a surrogate pair": (b'{"a": "\\ud800"}', "lone surrogate"),
+    "half of one as a name": (b'{"\\uDFFF": 1}', "lone surrogate"),
     "no object": (b"[1]", "not a JSON object"),
     "a number": (b"1", "not a JSON object"),
     "empty": (b"", "malformed JSON"),
@@ -417,13 +419,13 @@ def test_whole_surrogate_pairs_and_long_numbers_are_fine(tmp_path: Path) -> None
     ("where", "message"),
     [
         ({"a": "b" * 1000}, "tensor a: 'bbb"),
-        ({"a": "\u65e5" * 90}, "no file of this folder"),
-        ({"a": "model-00001-of-00002.safetensors/"}, "no file of this folder"),
-        ({"a": "."}, "no file of this folder"),
-        ({"a": "sub/x.safetensors"}, "no file of this folder"),
-        ({"a": ["x"]}, "no file of this folder"),
-        ({"a": None}, "no file of this folder"),
-        ({"a": True}, "no file of this folder"),
+        ({"a": "\u65e5" * 90}, "not a file in this folder"),
+        ({"a": "model-00001-of-00002.safetensors/"}, "not a file in this folder"),
+        ({"a": "."}, "not a file in this folder"),
+        ({"a": "sub/x.safetensors"}, "not a file in this folder"),
+        ({"a": ["x"]}, "not a file in this folder"),
+        ({"a": None}, "not a file in this folder"),
+        ({"a": True}, "not a file in this folder"),
         ([], "weight_map must map"),
         ({}, "weight_map must map"),
         ("x", "weight_map must map"),
@@ -504,7 +506,7 @@ def test_what_is_no_model_says_what_was_found(
 
 def test_a_folder_of_something_else_says_what_it_holds(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "g").mkdir()
-    refused(tmp_path / "g", "config.json: no such file (but nothing)")
+    refused(tmp_path / "g", "config.json: no such file; the folder has nothing")
     (tmp_path / "g" / "model-q4.gguf").write_bytes(b"GGUF")
     refused(tmp_path / "g", "give one of them, like")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

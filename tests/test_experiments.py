@@ -671,9 +671,9 @@ def test_a_lab_checks_its_settings(small: Model) -> None:
             lab_of(small, n=n)
     lab = lab_of(small, n=np.int64(3), n_workers=np.int32(1))
     assert type(lab.size(12, None)) is int and lab.n == 3 and type(lab.n_workers) is int
-    with pytest.raises(ValueError, match="by its path"):
+    with pytest.raises(ValueError, match="from its path"):
         lab_of(small, n_workers=2)
-    with pytest.raises(ValueError, match="its own quick"):
+    with pytest.raises(ValueError, match="already has its quick"):
         EXPERIMENTS["cgee"](lab_of(small), quick=True)
 
 
@@ -984,7 +984,7 @@ def test_the_allowed_errors_are_counted() -> None:
 
 
 def test_pairs_of_both_kinds_are_needed() -> None:
-    with pytest.raises(ValueError, match="both are needed"):
+    with pytest.raises(ValueError, match="there must be some that may share"):
         fit([pair(0, "same", True, 0.5)], 8, 0.01)
     with pytest.raises(ValueError, match="unprobed"):
         Gate(None, "mean", 1, 1.5).accepts(Seen("q", "k", True, frozenset({None})))

@@ -257,7 +257,7 @@ def test_until_in_every_form(lm: RKSC) -> None:
         ({"until": ["a", None]}, "until must be"),
         ({"max_gen_toks": "many"}, "max_gen_toks must be"),
         ({"max_gen_toks": 600}, "max_gen_toks: 600 leave no room in max_length 511"),
-        ({"num_beams": 4}, "num_beams=4 is not supported: samples are drawn"),
+        ({"num_beams": 4}, "num_beams=4 is not supported: there is no beam search"),
         ({"temperature": -1}, "temperature must be"),
         ({"seed": 2**64}, "seed must be"),
         ({"colour": "blue"}, "colour='blue' is not supported"),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +26,7 @@ pytest.importorskip("starlette")
 
 from support.serving import Server, events
 
+from rksc.server import app
 from rksc.server.access import Access
 
 BODY = {"prompt": "abc", "max_tokens": 1}
@@ -161,6 +163,42 @@ def test_a_refusal_says_how_to_come_in(serve: Serve) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "said"),
+    [
+        ("GET", "/v1/models", {"Authorization": ""}, "an API key is needed: send the header Auth"),
+        ("GET", "/v1/models", {"Authorization": "Bearer x"}, "not one of the server's: send the h"),
+        ("GET", "/v1/models", {"Host": "box"}, "start the server with --allowed-host and its name"),
+        ("GET", "/v1/models", {"Origin": "http://box"}, "start it with --allowed-host and their"),
+        ("GET", "/v1/chat", {}, "there are /v1/chat/completions, /v1/completions, /v1/models"),
+        ("GET", "/v1/completions", {}, "Method Not Allowed; use POST"),
+        ("POST", "/v1/completions", {"Content-Type": "text/plain"}, "'Content-Type: application/j"),
+    ],
+)
+def test_a_refusal_tells_the_way_out(
+    serve: Serve, method: str, path: str, headers: dict[str, str], said: str
+) -> None:
+    server = serve(Access(keys=("k",)))
+    sent = {"Authorization": "Bearer k", **headers}
+    status, answer = server.request(method, path, BODY if method == "POST" else None, **sent)
+    assert 400 <= status < 500
+    assert said in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("127.0.0.1", r"port \d+ of 127\.0\.0\.1 is in use: take another"),
+        ("192.0.2.1", r"192\.0\.2\.1 is not an address of this machine; 0\.0\.0\.0 is all"),
+        ("nowhere.invalid", r"host 'nowhere\.invalid' has no address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_told(engine: Engine, host: str, said: str) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises((OSError, ValueError), match=said):
+        app.serve(engine, host, taken.getsockname()[1], no_key=True)
+
+
 @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "\x7f", "schlüssel"])
 def test_what_is_no_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="API key"):
@@ -182,7 +220,7 @@ BEYOND = ("0.0.0.0", "::", "", "192.168.1.5", "10.1.1.1", "2001:db8::1", "model.
 def test_other_addresses_need_a_key_or_the_word_that_none_is_needed(host: str) -> None:
     with pytest.raises(ValueError, match="RKSC_API_KEY"):
         Access(frozenset({"model.example"})).at(host)
-    with pytest.raises(ValueError, match="exclude"):
+    with pytest.raises(ValueError, match="contradict"):
         Access(keys=("k",)).at(host, no_key=True)
     wild = host in ("0.0.0.0", "::", "")
     for access in (Access().at(host, no_key=True), Access(keys=("k",)).at(host)):
@@ -195,8 +233,8 @@ def test_other_addresses_need_a_key_or_the_word_that_none_is_needed(host: str) -
     [
         (["--host", "0.0.0.0"], None, "--no-api-key"),
         (["--host", "::"], "", "RKSC_API_KEY"),
-        (["--host", "0.0.0.0", "--no-api-key"], "k", "exclude"),
-        (["--host", "0.0.0.0", "--no-api-key", "--api-key", "k"], None, "exclude"),
+        (["--host", "0.0.0.0", "--no-api-key"], "k", "contradict"),
+        (["--host", "0.0.0.0", "--no-api-key", "--api-key", "k"], None, "contradict"),
         (["--api-key", "a b"], None, "API key"),
         ([], "a b", "API key"),
         (["--allowed-host", "*"], None, "'*'"),

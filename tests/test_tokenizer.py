@@ -616,7 +616,7 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
         ({"model": None}, r"tokenizer\.ggml\.model None"),
         ({"tokens": None}, r"tokenizer\.ggml\.tokens is missing"),
         ({"merges": None}, r"tokenizer\.ggml\.merges is missing"),
-        ({"merges": ["a"]}, "'a' is no pair"),
+        ({"merges": ["a"]}, "'a' is not a pair"),
         ({"merges": ["zz zz"]}, r"tokenizer\.ggml\.merges"),
         ({"token_type": np.ones(3, np.int32)}, r"token_type must have 49152"),
         ({"bos_token_id": 49152}, r"bos_token_id 49152 is outside"),

@@ -420,7 +420,7 @@ static rk_status check(rk_session *s, rk_branch *const *branches, int32_t n,
     }
     if (v->n_prompt < 1) {
         return rk_fail(err, RK_EVALUE,
-                       "prompt: a verification needs one token at least");
+                       "prompt: a verification needs at least one token");
     }
     for (int32_t i = 0; i < n && status == RK_OK; i++) {
         status = rk_session_check_branch(branches[i], err);

@@ -51,7 +51,9 @@ def calibrate(
     made = [as_pair(pair) for pair in pairs]
     first, second = halves([pair.group for pair in made], lab.seed)
     if not second:
-        raise ValueError("pairs: at least two different questions are needed, to measure on one")
+        raise ValueError(
+            "pairs: at least two different questions are needed: one is held out to measure on"
+        )
     roots = {pair.group: pair.root for pair in made}
     centre = [roots[group] for group in sorted(first)][:N_CENTRE]
     seen = see(lab, made, centre, instruction)
@@ -94,7 +96,9 @@ def calibrate_cgee(
     lab = Lab.of(model, options)
     rows = [as_problem(problem) for problem in problems]
     if len({row.id for row in rows}) < 2:
-        raise ValueError("problems: at least two different ones are needed, to measure on one")
+        raise ValueError(
+            "problems: at least two different ones are needed: one is held out to measure on"
+        )
     items = [
         {"problem": asdict(row), "n_branches": n_branches, "max_new_tokens": max_new_tokens,
          "seed": lab.seed}

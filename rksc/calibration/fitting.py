@@ -163,7 +163,7 @@ def fit(
     """The gate that `calibrate` describes, chosen on these pairs; None: there is none."""
     same, other = ([s for s in seen if s.same is want] for want in (True, False))
     if not same or not other:
-        raise ValueError("pairs: both are needed, some that may share and some that must not")
+        raise ValueError("pairs: there must be some that may share and some that must not")
     allowed = int(max_false_accept * len(other))
     depths = sorted({max(1, n_layers // part) for part in (8, 4, 2, 1)})
     pools: tuple[Literal["mean", "last"], ...] = ("mean", "last")

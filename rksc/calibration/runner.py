@@ -113,7 +113,9 @@ class Lab:
         object.__setattr__(self, "n_workers", n_workers)
         object.__setattr__(self, "n", n)
         if (self.n_workers > 1 or self.ray) and self._path is None:
-            raise ValueError("n_workers, ray: workers load the model by its path; this has none")
+            raise ValueError(
+                "n_workers, ray: workers load the model from its path, and this model has none"
+            )
         object.__setattr__(self, "engine", {"dtype": best_dtype(), **self.engine})
 
     @classmethod
@@ -121,7 +123,7 @@ class Lab:
         """A lab as it is, or one for a model with these options."""
         if isinstance(model, Lab):
             if options:
-                raise ValueError(f"the lab has its own {', '.join(options)}")
+                raise ValueError(f"the lab already has its {', '.join(options)}")
             return model
         return cls(model, **options)
 

@@ -137,7 +137,7 @@ def wording_pairs(folder: Path, n: int | None = None, seed: int = 0) -> dict[str
     """
     path = folder / _REWORDINGS
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file; {_ELSEWHERE}")
+        raise FileNotFoundError(f"{path}: no such file; {_ELSEWHERE}")
     rows = {str(row["gsm8k_id"]): row for row in _rows(path)}
     near: dict[str, list[dict[str, Any]]] = {group: [] for group in rows}
     if (folder / "near_duplicates.jsonl").is_file():

@@ -146,9 +146,9 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
 
 def _solve(options: argparse.Namespace) -> int:
     if options.approach and options.depth > 1:
-        raise ValueError("--approach begins whole answers: it goes with --depth 1")
+        raise ValueError("--approach begins whole answers, so it needs --depth 1")
     if options.beam is not None and options.depth == 1:
-        raise ValueError("--beam is for a search: it goes with --depth of 2 or more")
+        raise ValueError("--beam is for a search, so it needs --depth 2 or more")
     session = load(options.model).session(
         kv_bytes=options.kv, cgee=_CGEE[options.cgee], **_engine(options)
     )

@@ -39,7 +39,7 @@ class Finding:
 def selftest(model: Model, **options: object) -> Iterator[Finding]:
     """Run all probes, each in a fresh session. An exception in one is its FAIL."""
     if model.tokenizer is None or model.tokenizer.chat_template is None:
-        raise ValueError("the selftest needs a model with a tokenizer and a chat template")
+        raise ValueError("the self-test needs a model with a tokenizer and a chat template")
     for probe in PROBES:
         try:
             yield probe(lambda **more: model.session(**{**options, **more}))

@@ -141,7 +141,7 @@ class Engine:
         elif not isinstance(model, BranchSession):
             raise no_model("model", model)
         elif options:
-            raise ValueError(f"{next(iter(options))}: a session has its options already")
+            raise ValueError(f"{next(iter(options))}: this session already has its options")
         else:
             self.session = model
         if max_rows < 1:
@@ -184,7 +184,7 @@ class Engine:
             raise ContextLengthError(
                 field.partition("[")[0],
                 f"{field}: {n} bytes are too many. This model's maximum context length is {limit} "
-                f"tokens, each of {self._longest} bytes at most: shorten it",
+                f"tokens, each of at most {self._longest} bytes: shorten it",
             )
 
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:

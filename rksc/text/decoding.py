@@ -19,7 +19,7 @@ def check_text(field: str, text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"{text[error.start]!r} at {error.start}"
-        raise ValueError(f"{field}: {half} is half a character (a lone surrogate)") from None
+        raise ValueError(f"{field}: {half} is a lone surrogate, half a character") from None
 
 
 def token_tables(tokenizer: Any, n: int) -> tuple[list[bytes] | None, dict[int, bytes]]:

@@ -86,8 +86,8 @@ def folder_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
             ids.append(found)
         elif described:
             warnings.warn(
-                f"{eos.file}: eos_token {shown(eos.value)} is not in tokenizer.json: no turn ends "
-                "at it",
+                f"{eos.file}: eos_token {shown(eos.value)} is not in tokenizer.json: it will "
+                "not end a turn",
                 stacklevel=5,
             )
     ids += [added[text] for text in END_TOKENS if text in added and 0 <= added[text] < n]

@@ -56,7 +56,7 @@ class _Reader:
     def alternatives(self, depth: int) -> _Part:
         """Until the closing bracket or the end."""
         if depth > 20:
-            raise self.wrong("a group in so many others")
+            raise self.wrong("a group nested so deep")
         parts = [self._sequence(depth)]
         while self._next() == "|":
             self.at += 1
@@ -129,7 +129,7 @@ class _Reader:
                 return _Part(may_fail=False)
         part = self.alternatives(depth + 1)
         if self._next() != ")":
-            raise self.wrong("a group without an end")
+            raise self.wrong("an unclosed group")
         self.at += 1
         return part._replace(may_fail=True) if look else part
 
@@ -149,7 +149,7 @@ class _Reader:
                     return
             elif character == "\\":
                 self.at += 1
-        raise self.wrong("a class without an end")
+        raise self.wrong("an unclosed class")
 
 
 def _bounds(quantifier: re.Match[str]) -> tuple[int | None, int | None]:

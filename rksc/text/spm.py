@@ -83,7 +83,7 @@ class SentencePiece:
                 ids += self._segment(part, plain, start, int)
                 start = False
         if ids and max(ids) >= self._n:
-            raise ValueError("text: it has a character for which this vocabulary has no token")
+            raise ValueError("text: it has a character that this vocabulary cannot spell")
         return ids
 
     def spans(self, text: str) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ def read_folder_tokenizer(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
-            f"{path}: no such file; save the tokenizer as a fast one, or pass tokenizer=False "
-            "and work with token ids"
+            f"{path}: no such file; save_pretrained of a fast tokenizer writes it, or pass "
+            "tokenizer=False and work with token ids"
         )
     pipeline, described = read_tokenizer_json(path)
     config = read_tokenizer_config(folder)

@@ -197,7 +197,7 @@ def _merges(keys: _Keys) -> list[tuple[str, str]]:
     for merge in merges:
         left, _, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
         if not left or not right or " " in right:
-            raise ValueError(f"{shown(merge)} is no pair of tokens")
+            raise ValueError(f"{shown(merge)} is not a pair of tokens")
         pairs.append((left, right))
     return pairs
 

@@ -130,7 +130,7 @@ def _steps(
             raise ValueError(f"{where} must be an object, got {shown(step)}")
         n += 1
         if n > _STEPS:
-            raise ValueError(f"{part}: more than {_STEPS} steps")
+            raise ValueError(f"{part} has more than {_STEPS} steps")
         if step.get("type") != "Sequence":
             yield where, step
         elif not isinstance(step.get(several), list):
@@ -181,7 +181,7 @@ def pieces_of(
     steps = [step for _, step in _steps(described, "decoder", "decoders")]
     kinds = {step.get("type") for step in steps}
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
-        raise ValueError(f"decoder: one by {sorted(map(str, kinds))} is unknown")
+        raise ValueError(f"decoder of {sorted(map(str, kinds))} is not supported")
     byte_level = "ByteLevel" in kinds
     vocabulary, added = pipeline.vocabulary(), pipeline.added()
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
