@@ -127,6 +127,14 @@ STATED = [
     ("It lies between 3 and 5", "3 and 5"),
     ("Steps:\n1. Add the two\n2. Then", "2. Then"),
     ("1) apples\n2) pears", "2) pears"),
+    # cut off where an item or step begins
+    ("1) 5 apples\n2) 7 pears\n3)", "7"),
+    ("Add the numbers.\n\n1. We take 5 apples\n2.", "5"),
+    ("We have 12 apples.\n**1.** add\n**2.**", "12"),
+    ("Step 1: add 5\nStep 2:", "5"),
+    ("x = 5\n1.", "5"),
+    ("The total is\n5.", "5"),
+    ("It costs 9 500 dollars.", "9500"),
     ("1. Add 3 and 4\n2. Then", "4"),
     ("42. That is all.", "42"),
     ("Answer:", ""),
@@ -207,7 +215,7 @@ SAME = [
     ("Blue.", "blue"), ("07:30", "7:30"), ("3 pm", "3:00 PM"), (r"0.\overline{3}", "1/3"),
     ("10,000", "10 000"), ("-3", "\u22123"), ("'B'", "b"), ("x = 5", "x=5"), ("004", "4"),
     (r"\text{13}", "13"), ("28 percent", r"28\%"), ("$29.00", "29"), ("2 dozen", "24"),
-    ("1.0e3", "1000"), ("5‰", "0.005"), ("(B)", "B"), ("B)", "b"), ("(12)", "12"),
+    ("1.0e3", "1000"), ("5‰", "0.005"), ("(B)", "B"), ("[B]", "b"), ("B)", "b"), ("(12)", "12"),
 ]  # fmt: skip
 OTHER = [
     ("12:30", "30"), ("12:30", "12"), ("-3", "3"), ("5 M", "5 B"), ("3/4", "4"), ("50%", "50"),

@@ -87,7 +87,7 @@ class Token(NamedTuple):
 
 _TOKEN = re.compile(rf"(?:{LETTER}|_)+|\S")
 _AROUND = set("*$`_\"'“”‘’.")
-_PARENTHESES = {"(", ")"}
+_PARENTHESES = set("()[]")
 _WORDLIKE = re.compile(rf"{LETTER}|[_\d]")
 
 
@@ -295,7 +295,10 @@ _BENIGN = re.compile(
 _SPACE = re.compile(r"[ \t\r\n]+")
 _NEXT_SENTENCE = re.compile(r"[.!?][\"'’”)*]{0,3}\s+\w|\n\s*\w")
 _BEFORE = re.compile(r"[ \t$*\\({[]{0,8}")
-_NUMBERED = re.compile(r"^[ \t*]*(\d+)[.)](?=\s)", re.MULTILINE)
+_NUMBERED = re.compile(  # or the last one, of a text that was cut off there
+    r"^[ \t*_#]{0,9}(?:step (\d{1,9})[.:)]|(\d{1,9})[.)])(?=[*_]{0,3}(?:\s|\Z))",
+    re.MULTILINE | re.IGNORECASE,
+)
 _NO_NUMBER = re.compile(
     r"(?:\\sqrt(?:\[\d\])?\s?\{?|√\s?\(?|\bbetween\s\S{1,20}\sand\s)\Z", re.IGNORECASE
 )
@@ -395,9 +398,10 @@ def _last(text: str, numbers: Sequence[Numeral]) -> str | None:
     items, listed, next_item = set(), set(), "1"
     for match in _NUMBERED.finditer(text):
         items.add(match.end())
-        if match[1] in ("1", next_item):
+        number = match[1] or match[2]
+        if number in ("1", next_item):
             listed.add(match.end())
-            next_item = str(int(match[1]) + 1)
+            next_item = str(int(number) + 1)
     plain = [n for n in numbers if not clean[n.start].isspace() and n.end + 1 not in items]
     numbers = plain or [n for n in numbers if n.end + 1 not in listed]
     if not numbers:

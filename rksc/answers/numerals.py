@@ -4,6 +4,7 @@ One reader for all who look for numbers: answers, votes, assertions, the guards 
 digits and of what may part them is found first, then it is decided what the run is:
 
     1,000  9{,}500  9\\,500  1'000  1_000  1 000  1,00,000  1.000.000     one number
+    $9 500  9 500 dollars                                              one, and two without money
     3/4  1 3/4  1½  \\frac34  .5  2.5e-3  1.5×10^3  $5M  5 million  40 %   one number
     1,2,3  [0,5]                                                       several
     12:30  3:5  1.2.3  12/25/2024  12,34                               one, and none of its parts
@@ -133,6 +134,10 @@ _UNLISTED = [
     re.compile(r"(?P<whole>[1-9]\d?(?:,\d\d)+,\d{3})(?:\.(?P<part>\d+))?"),
 ]  # fmt: skip
 _GROUP = re.compile(r",0\d")
+_CURRENCY = re.compile(
+    rf"[ {THIN}~]?(?:[€£¥₹]|\\?\$(?! ?\d)"
+    r"|(?:dollars|euros?|pounds|cents|rupees|yen|yuan|francs|USD|EUR|GBP|CHF|INR)\b)"
+)
 _OPENS, _CLOSES = set("([{,"), set(")]},")  # a list's
 _NO_DIGITS = re.compile(r"\D+")
 
@@ -171,12 +176,19 @@ def _drafts(text: str, at: int) -> list[tuple[int, _Draft]]:
         return [(at, _number(run.end(), run[0]))]
     pieces = [_Piece(_mark(m[1] or ""), m[2], m.start(2), m.end()) for m in _PIECE.finditer(run[0])]
     after = text[run.end() : run.end() + 2]
+    if any(piece.mark == " " for piece in pieces) and _is_money(text, at, run.end()):
+        pieces = [p._replace(mark=THIN) if p.mark == " " else p for p in pieces]
     listed = text[at - 1 : at] in _OPENS and (after[:1] in _CLOSES or after == "\\}")
     made = []
     for part in _parted(pieces, listed):
         start = at if part is pieces else at + part[0].start
         made.append((start, _draft(part, at, listed)))
     return made
+
+
+def _is_money(text: str, at: int, end: int) -> bool:
+    """Whether a currency stands before a run or after it: 9 500 dollars are no two numbers."""
+    return bool(_CURRENCY.match(text, end)) or sign_of(text, at).money
 
 
 def _mark(between: str) -> str:
