@@ -26,6 +26,7 @@ from support.model_files import TINY, random_weights, write_gguf
 
 from rksc import load
 from rksc.engine.defaults import best_dtype
+from rksc.experiments import workload
 from rksc.experiments.workload import Shape, flop
 from rksc.limits import bounds
 from rksc.limits.rates import Rates, measure
@@ -615,7 +616,8 @@ def test_a_decode_table_of_a_tiny_model(tmp_path: Path) -> None:
         (one,) = cell["rounds"]
         run = one["runs"]["rksc"]
         n = cell["shape"]["branches"]
-        assert run["tokens"] == 20 + n * 3  # nothing but the prefix and the steps
+        costs = workload.expected(CONFIG, Shape(**cell["shape"]), shared=True).values()
+        assert run["tokens"] == sum(cost.tokens for cost in costs) == 20 + n * 3
         assert [len(tokens) for tokens in run["chosen"]] == [3] * n
         assert one["runs"]["rksc int8"]["arithmetic"] == "int8"
         assert one["runs"]["ik_llama.cpp -rtr"]["seconds"]["decode"] == 2.25

@@ -29,7 +29,8 @@ PHASES = ("prefill", "suffix", "decode", "verify")
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens of the workload; W1 by default, W2 is Shape(prefix=4096, branches=32)."""
+    """Tokens of the workload; W1 by default, W2 is Shape(prefix=4096, branches=32). verify=0:
+    nothing is verified."""
 
     prefix: int = 1024
     branches: int = 8
@@ -113,19 +114,18 @@ def expected(config: ModelConfig, shape: Shape, shared: bool) -> dict[str, Cost]
     decode = Cost(n * s.new, n * flop(config, body, full, outputs=s.new))
     tail = (full, full + 1 + s.verify)
     if shared:
-        return {
-            "prefill": Cost(s.prefix, flop(config, 0, s.prefix)),
-            "suffix": Cost(n * (s.suffix - 1), n * flop(config, s.prefix, body)),
-            "decode": decode,
-            "verify": Cost(n * (tail[1] - tail[0]), n * flop(config, *tail, outputs=1)),
-        }
-    one = flop(config, 0, 1)  # the branches have their first token in common
+        prefill = Cost(s.prefix, flop(config, 0, s.prefix))
+        suffix = Cost(n * (s.suffix - 1), n * flop(config, s.prefix, body))
+        verify = Cost(n * (tail[1] - tail[0]), n * flop(config, *tail, outputs=1))
+    else:
+        one = flop(config, 0, 1)  # the branches have their first token in common
+        prefill = Cost(1 + n * (body - 1), one + n * flop(config, 1, body))
+        suffix = Cost(0, 0)
+        verify = Cost(1 + n * (tail[1] - 1), one + n * flop(config, 1, tail[1], outputs=1))
     return {
-        "prefill": Cost(1 + n * (body - 1), one + n * flop(config, 1, body)),
-        "suffix": Cost(0, 0),
-        "decode": decode,
-        "verify": Cost(1 + n * (tail[1] - 1), one + n * flop(config, 1, tail[1], outputs=1)),
-    }
+        "prefill": prefill, "suffix": suffix, "decode": decode,
+        "verify": verify if s.verify else Cost(0, 0),
+    }  # fmt: skip
 
 
 # ---- runs --------------------------------------------------------------------------------------
