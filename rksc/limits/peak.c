@@ -67,11 +67,25 @@ static double rate(work *run, void *argument, int n_threads)
  */
 
 #define TURNS 2000000L
+
+/* F(sum, row) for each sum: a variable, since an array would lie in memory,
+ * where a sum waits for its last store. */
+#define FOUR(F, a, b, c, d) F(a, 0) F(b, 1) F(c, 2) F(d, 3)
+#define TWELVE(F) FOUR(F, 0, 1, 2, 3) FOUR(F, 4, 5, 6, 7) FOUR(F, 8, 9, 10, 11)
 #if defined(__AVX512F__)
 #define SUMS 24 /* of 32 registers */
+#define MORE(F)                                                                \
+    FOUR(F, 12, 13, 14, 15) FOUR(F, 16, 17, 18, 19) FOUR(F, 20, 21, 22, 23)
+#define EACH(F) TWELVE(F) MORE(F)
 #else
-#define SUMS 8 /* of 16 */
+#define SUMS 12 /* of 16 */
+#define EACH(F) TWELVE(F)
 #endif
+#define BEGIN(i, row) SUM sum##i = ZERO;
+/* One multiplication into a sum, which the compiler may not leave out. */
+#define INTO(i, x, y)                                                          \
+    sum##i = DOT(sum##i, (x), (y));                                            \
+    __asm__ volatile("" : "+v"(sum##i));
 
 static char operands[MAX_THREADS][4096] __attribute__((aligned(64)));
 

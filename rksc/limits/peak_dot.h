@@ -1,26 +1,23 @@
 /* Three loops over one kind of dot product; peak.c includes this once for each.
  *
  * Defined before: NAME(loop), SUM and OPERAND (vector types), ZERO, DOT(sum, x,
- * y) and OPERATIONS, the operations of one DOT. No one shape is the fastest on
- * every processor: some run products of registers alone at less than half of
- * the speed that they reach with operands fresh from the cache.
+ * y) and OPERATIONS, the operations of one DOT. No one shape is the fastest
+ * with every processor and compiler.
  */
 
 /* Operands that stay in registers. */
 static double NAME(registers)(void *argument, int thread)
 {
-    SUM sum[SUMS];
-    OPERAND x = *(const OPERAND *)operands[thread];
     (void)argument;
-    for (int i = 0; i < SUMS; i++) {
-        sum[i] = ZERO;
-    }
+    OPERAND x = *(const OPERAND *)operands[thread];
+    EACH(BEGIN)
     for (long t = 0; t < TURNS; t++) {
-#pragma GCC unroll 24
-        for (int i = 0; i < SUMS; i++) {
-            sum[i] = DOT(sum[i], x, x);
-            __asm__ volatile("" : "+v"(sum[i]));
-        }
+/* x may have changed: a product of its own for each sum. */
+#define STEP(i, row)                                                           \
+    __asm__ volatile("" : "+v"(x));                                            \
+    INTO(i, x, x)
+        EACH(STEP)
+#undef STEP
     }
     return (OPERATIONS)*SUMS * TURNS;
 }
@@ -28,20 +25,15 @@ static double NAME(registers)(void *argument, int thread)
 /* One operand of each from the cache. */
 static double NAME(loads)(void *argument, int thread)
 {
-    SUM sum[SUMS];
+    (void)argument;
     const OPERAND *y = (const OPERAND *)operands[thread];
     OPERAND x = y[0];
-    (void)argument;
-    for (int i = 0; i < SUMS; i++) {
-        sum[i] = ZERO;
-    }
+    EACH(BEGIN)
     for (long t = 0; t < TURNS; t++) {
         __asm__ volatile("" : "+r"(y)::"memory");
-#pragma GCC unroll 24
-        for (int i = 0; i < SUMS; i++) {
-            sum[i] = DOT(sum[i], x, y[i]);
-            __asm__ volatile("" : "+v"(sum[i]));
-        }
+#define STEP(i, row) INTO(i, x, y[i])
+        EACH(STEP)
+#undef STEP
     }
     return (OPERATIONS)*SUMS * TURNS;
 }
@@ -49,20 +41,15 @@ static double NAME(loads)(void *argument, int thread)
 /* The shape of a matrix product: 4 rows, every loaded column used 4 times. */
 static double NAME(product)(void *argument, int thread)
 {
-    SUM sum[SUMS];
-    const OPERAND *x = (const OPERAND *)operands[thread];
     (void)argument;
-    for (int i = 0; i < SUMS; i++) {
-        sum[i] = ZERO;
-    }
+    const OPERAND *x = (const OPERAND *)operands[thread];
+    EACH(BEGIN)
     for (long t = 0; t < TURNS; t++) {
         __asm__ volatile("" : "+r"(x)::"memory");
-        OPERAND rows[4] = {x[0], x[1], x[2], x[3]};
-#pragma GCC unroll 24
-        for (int i = 0; i < SUMS; i++) {
-            sum[i] = DOT(sum[i], rows[i % 4], x[4 + i / 4]);
-            __asm__ volatile("" : "+v"(sum[i]));
-        }
+        OPERAND row_0 = x[0], row_1 = x[1], row_2 = x[2], row_3 = x[3];
+#define STEP(i, row) INTO(i, row_##row, x[4 + i / 4])
+        EACH(STEP)
+#undef STEP
     }
     return (OPERATIONS)*SUMS * TURNS;
 }
