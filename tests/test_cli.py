@@ -85,6 +85,7 @@ def test_doctor_lists_the_extras_of_the_project(
         assert re.search(
             rf"^{package} +not installed \(pip install 'rksc\[{extra}\]'\)$", printed, re.M
         )
+    assert "their packages are not listed: pip has not installed rksc here" in printed
     assert "torch " in printed and "rksc[hf" not in printed.replace("'rksc[hf]'", "")
 
 

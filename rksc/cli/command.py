@@ -305,6 +305,8 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"numpy         {np.__version__}")
     for name, use in _optional().items():
         print(f"{name:13} {_version(name) or f'not installed ({use})'}")
+    if _version("rksc") is None:
+        print("extras        their packages are not listed: pip has not installed rksc here")
     print(f"instructions  {', '.join(_core.isas)}; best: {_core.isas[-1]}")
     print(f"threads       {_core.default_threads()} of {os.cpu_count()} processors")
     print(f"memory        {_memory()}")
