@@ -526,8 +526,8 @@ def test_prefixes_are_named(tmp_path: Path, weights: model_files.Weights, prefix
     """In files and in lent weights, with what takes them away."""
     wrapped = {prefix + name: w for name, w in weights.items()}
     model_files.write_hf(tmp_path / "m", wrapped, TINY)
-    text = refused(tmp_path / "m", "as of a wrapped model")
-    with pytest.raises(ValueError, match="as of a wrapped model") as caught:
+    text = refused(tmp_path / "m", "as those of a wrapped model")
+    with pytest.raises(ValueError, match="as those of a wrapped model") as caught:
         BranchSession(wrapped, TINY)
     assert str(caught.value) in text
     advice = text[text.index("{name.") :]

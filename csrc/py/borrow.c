@@ -189,8 +189,8 @@ static int judge_device(rk_borrowed *lent, const DLTensor *dl, PyObject *name,
 static int judge_dtype(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
 {
     static const char *const kinds[] = {
-        [kDLInt] = "int",       [kDLUInt] = "unsigned int",
-        [kDLFloat] = "float",   [kDLOpaqueHandle] = "opaque handle",
+        [kDLInt] = "int",       [kDLUInt] = "uint",
+        [kDLFloat] = "float",   [kDLOpaqueHandle] = "opaque",
         [kDLBfloat] = "bfloat", [kDLComplex] = "complex",
         [kDLBool] = "bool",
     };
@@ -205,12 +205,13 @@ static int judge_dtype(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
         lent->type = RK_BF16;
     } else {
         const char *kind =
-            dtype.code <= kDLBool ? kinds[dtype.code] : "float8 or smaller";
+            dtype.code <= kDLBool ? kinds[dtype.code] : "small float";
 
         PyErr_Format(PyExc_TypeError,
-                     "%U has dtype %s (%d bits, %d lanes); weights are "
-                     "float32, bfloat16 or float16",
-                     name, kind, (int)dtype.bits, (int)dtype.lanes);
+                     "%U has dtype %s%d%s; weights must be float32, bfloat16 "
+                     "or float16",
+                     name, kind, (int)dtype.bits,
+                     dtype.lanes == 1 ? "" : " in vectors");
         return -1;
     }
     return 0;

@@ -26,8 +26,9 @@ _DTYPES: dict[str, Literal["float32", "bfloat16"]] = {
 def no_tokenizer(field: str) -> ValueError:
     """The error of a session that takes token ids only and was given text for `field`."""
     return ValueError(
-        f"{field}: text needs a tokenizer, and this session has none: pip install 'rksc[hf]' for "
-        "the model's own, or pass tokenizer=; token ids work without"
+        f"{field}: text needs a tokenizer, and this session has none: pip install 'rksc[hf]' gives "
+        "a loaded model its own, lent weights need tokenizer=rksc.load(path).tokenizer; token ids "
+        "work without"
     )
 
 

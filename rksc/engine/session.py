@@ -103,7 +103,10 @@ class BranchSession(_core.Session):
         if not isinstance(rsbcm, RSBCM):
             raise ValueError(f"rsbcm must be rksc.RSBCM, got {rsbcm!r}")
         if tokenizer is not None and not callable(getattr(tokenizer, "token_bytes", None)):
-            raise ValueError(f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}")
+            raise ValueError(
+                f"tokenizer must be a rksc.Tokenizer, got {type(tokenizer).__name__}: "
+                "rksc.load(path).tokenizer is one"
+            )
         config = ModelConfig.of(config)
         ends = all_ends(config, tokenizer)
         config = config if ends == config.eos else replace(config, eos=ends)

@@ -157,7 +157,7 @@ class ModelConfig:
             return config
         if not isinstance(config, Mapping):
             to_dict = getattr(config, "to_dict", None)
-            if to_dict is None:
+            if to_dict is None or isinstance(config, type):
                 raise TypeError(
                     "config must be a ModelConfig, a dict or a Hugging Face config, "
                     f"not {type(config).__name__}"

@@ -64,9 +64,9 @@ def check_wrapped(names: Iterable[object]) -> None:
         return
     advice = f"{{name{cuts}: weight for name, weight in weights.items()}}"
     if any(".lora_" in name or ".base_layer." in name for name in texts):
-        advice = "merge the adapter first, model.merge_and_unload().state_dict()"
+        advice = "the weights of the merged adapter, model.merge_and_unload().state_dict()"
     raise ValueError(
-        f"names of weights have {shown(shows)} in them, as of a wrapped model: {advice}"
+        f"names of weights have {shown(shows)} in them, as those of a wrapped model: use {advice}"
     )
 
 
