@@ -121,8 +121,9 @@ def names_of(options: argparse.Namespace) -> list[str]:
         own = ["rksc"]
     else:
         own = ["rksc", "rksc int8" if options.workload == "W3" else "No-KV"]
-    quick = options.decode_table or options.workload == "W3"
-    peers = [name for name in engines.KNOWN if not quick or engines.KNOWN[name].reads == "gguf"]
+    peers = list(engines.KNOWN)
+    if options.decode_table or options.workload == "W3":  # in place: who reads the file
+        peers = [name for name in peers if engines.KNOWN[name].reads == "gguf"]
     return [*own, *(peers if options.peers else ())]
 
 

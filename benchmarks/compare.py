@@ -46,14 +46,11 @@ def total(run: Mapping[str, Any]) -> float:
     return float(sum(run["seconds"].values()))
 
 
-def best(rows: Mapping[str, Mapping[str, Any]], families: Mapping[str, str]) -> dict[str, str]:
+def best(seconds: Mapping[str, float], families: Mapping[str, str]) -> dict[str, str]:
     """By family, the fastest of its ways of running."""
     return {
-        family: min(
-            (name for name in rows if families[name] == family),
-            key=lambda name: rows[name]["total"]["median"],
-        )
-        for family in dict.fromkeys(families[name] for name in rows)
+        family: min((n for n in seconds if families[n] == family), key=lambda n: seconds[n])
+        for family in dict.fromkeys(families[n] for n in seconds)
     }
 
 
@@ -82,7 +79,8 @@ def summary(data: Mapping[str, Any]) -> dict[str, Any]:
     for name in names:
         each = [agreement(r["runs"][ours[0]]["chosen"], r["runs"][name]["chosen"]) for r in rounds]
         rows[name]["agreement"] = min((a for a in each if a is not None), default=None)
-    others = {family: name for family, name in best(rows, families).items() if family != "rksc"}
+    fastest = best({name: row["total"]["median"] for name, row in rows.items()}, families)
+    others = {family: name for family, name in fastest.items() if family != "rksc"}
     ratios = []
     for own in ours:
         numbers = data.get("activations", {}).get(own, data["numbers"])

@@ -66,10 +66,7 @@ def summary(data: Mapping[str, Any]) -> list[dict[str, Any]]:
             name: statistics.median(decode(r["runs"][name]) for r in rounds) / shape["new"] * 1e3
             for name in families
         }
-        best = {
-            family: min((n for n in ms if families[n] == family), key=ms.__getitem__)
-            for family in dict.fromkeys(families.values())
-        }
+        best = compare.best(ms, families)
         goals = GOALS.get(data["numbers"], {}) if shape["prefix"] == PREFIXES[0] else {}
         ours = [name for name in ms if families[name] == "rksc"]
         made.append({
