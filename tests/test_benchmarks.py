@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -637,6 +638,25 @@ def test_a_decode_table_of_a_tiny_model(tmp_path: Path) -> None:
         assert one["runs"]["rksc int8"]["arithmetic"] == "int8"
         assert one["runs"]["ik_llama.cpp -rtr"]["seconds"]["decode"] == 2.25
     assert "20 x 32: rksc int8 / ik_llama.cpp" in done.stdout
+
+
+def test_whole_rounds_are_kept_when_it_is_ended_twice(model: Path, tmp_path: Path) -> None:
+    """As `timeout` does it."""
+    sizes = [x for n, v in vars(SHAPE).items() for x in (f"--{n}", str(v))]
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "branching.py"), str(model), *sizes,
+        "--engines", "rksc", "--dtype", "float32", "--threads", "1", "--repeat", "1000",
+        "--json", str(tmp_path / "out.json"),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stderr is not None
+        for begin in ("round 1:", "interrupted after"):
+            assert any(line.startswith(begin) for line in p.stderr)
+            p.send_signal(signal.SIGTERM)
+        said, log = p.communicate(timeout=120)
+    assert p.returncode == 0, log
+    rounds = json.loads((tmp_path / "out.json").read_text())["rounds"]
+    assert f"medians of {len(rounds)} rounds" in said
 
 
 def test_a_contestant_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
