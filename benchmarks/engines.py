@@ -30,8 +30,9 @@ _VLLM = (
     "torchcodec, and setuptools==78.1.1"
 )
 _IK = (
-    "git clone https://github.com/ikawrakow/ik_llama.cpp; cmake -B b -DGGML_NATIVE=ON "
-    "-DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF; cmake --build b --target llama-batched-bench"
+    "git clone https://github.com/ikawrakow/ik_llama.cpp; cd ik_llama.cpp; "
+    "cmake -B b -DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF; "
+    "cmake --build b --target llama-batched-bench"
 )
 
 
@@ -144,8 +145,6 @@ def peer(setting: Setting, name: str, places: Mapping[str, str]) -> list[Contest
     known = KNOWN[name]
     if known.reads == "folder" and setting.quantised:
         return f"{name} skipped: it does not read {setting.numbers} GGUF files"
-    if known.is_program and setting.numbers == "float32":
-        return f"{name} skipped: it computes no float32"
     place = _place(name, places)
     if not _is_there(name, place):
         if known.is_program:
