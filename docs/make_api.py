@@ -10,7 +10,7 @@ import ast
 import difflib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +178,17 @@ def write_class(node: ast.ClassDef, inherited: ast.ClassDef | None) -> Iterator[
             yield from write_function(method, "####", f"{node.name}.")
 
 
+def base_of(node: ast.ClassDef, sources: Mapping[str, Source]) -> ast.ClassDef | None:
+    """The class of this package that it inherits from."""
+    names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    for source in sources.values():
+        for name in names:
+            found = source.find(name)
+            if isinstance(found, ast.ClassDef):
+                return found
+    return None
+
+
 def render() -> str:
     package = ROOT / "rksc"
     sources = {
@@ -207,9 +218,7 @@ def render() -> str:
             if isinstance(node, ast.FunctionDef):
                 lines += list(write_function(node, "###"))
             else:
-                base = sources["_core"].find("Session") if name == "BranchSession" else None
-                assert base is None or isinstance(base, ast.ClassDef)
-                lines += list(write_class(node, base))
+                lines += list(write_class(node, base_of(node, sources)))
     return "\n".join(lines).rstrip() + "\n"
 
 

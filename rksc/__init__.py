@@ -26,10 +26,10 @@ from .engine.results import Gate, Generation, Stats, Token, Verdict
 from .engine.session import BranchSession
 from .model.config import ModelConfig
 from .reasoning.search import search
-from .reasoning.solve import Approach, Node, Phase, Solution, solve
+from .reasoning.solve import Approach, Solution, solve
+from .reasoning.tree import Node, Phase
 from .text.tokenizer import Tokenizer
-
-__version__ = "0.2.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "ASKS",

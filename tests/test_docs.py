@@ -66,8 +66,16 @@ def test_extras_to_install_are_quoted(folder: str) -> None:
             assert unquoted_extras(path.read_text("utf-8")) == [], path
 
 
+def _now(rows: re.Match[str]) -> str:
+    """The second cells of a table's rows."""
+    return re.sub(r"^\|[^|]*\|", "", rows[0], flags=re.MULTILINE)
+
+
 def missing_names(text: str) -> list[str]:
-    """rksc.name in code that the package does not export; modules, loggers and files may stand."""
+    """rksc.name in code that the package does not export; modules, loggers and files may stand, and
+    what a table of changes names under "before"."""
+    head, *tables = text.split("| before | now |\n")
+    text = head + "".join(re.sub(r"\A(?:\|.*\n)+", _now, table) for table in tables)
     found = set(re.findall(r"\brksc\.([A-Za-z]\w*)", text))
     modules = {path.stem for path in (ROOT / "rksc").glob("*.py")} | {"_core", "gguf", "h", "c"}
     modules |= {path.parent.name for path in (ROOT / "rksc").glob("*/__init__.py")}
@@ -94,6 +102,8 @@ def test_missing_things_are_found() -> None:
     assert missing_paths("`csrc/kv/kv.c` and `csrc/nothing.c`") == ["csrc/nothing.c"]
     assert missing_tests("test_docs.py::test_no_such, test_docs.py::test_missing_things_are_found")
     assert missing_names("`rksc.load`, rksc.nothing()") == ["nothing"]
+    table = "rksc.a\n| before | now |\n|---|---|\n| `rksc.b` | rksc.c |\n\n| rksc.d | |\n"
+    assert missing_names(table) == ["a", "c", "d"]
 
 
 def test_the_api_reference_is_up_to_date() -> None:

@@ -28,9 +28,9 @@ from rksc.clients._engine import Engine
 from rksc.formats.gguf import read_gguf
 from rksc.model.config import ModelConfig
 from rksc.text import template
-from rksc.text.ends import folder_ends, template_ends
+from rksc.text.ends import folder_ends
 from rksc.text.special import folder_templates, named_tokens, read_tokenizer_config
-from rksc.text.tokenizer import Tokenizer
+from rksc.text.tokenizer import Tokenizer, template_ends
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -380,7 +380,7 @@ def test_files_of_any_kind_are_read_or_a_value_error(files: dict[str, Any]) -> N
         for file, value in files.items():
             (path / file).write_text(json.dumps(value))
         try:
-            eos = folder_ends(path, config)
+            eos = folder_ends(path, config.eos, config.vocab_size)
             folder_templates(path, read_tokenizer_config(path))
         except ValueError as error:
             assert any(file in str(error) for file in files), error

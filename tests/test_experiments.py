@@ -513,7 +513,7 @@ def test_times_are_of_one_processor_and_results_of_one_version(
     assert measure(True, 2) == [1] and measure(False, 2) == [1] and measure(False, 1) == []
     monkeypatch.setattr("rksc.calibration.runner.processor", lambda: "another")
     assert measure(True, 1) == [1] and measure(False, 1) == []
-    monkeypatch.setattr("rksc.__version__", "another")
+    monkeypatch.setattr("rksc.calibration.runner.__version__", "another")
     assert measure(False, 1) == [1]
 
 

@@ -26,7 +26,8 @@ def test_one_version_everywhere() -> None:
     version = rksc.__version__
     assert re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.M)[0] == version
     assert re.search(rf"^version: {re.escape(version)}$", read("CITATION.cff"), re.M)
-    assert re.search(r'^version = \{ attr = "rksc.__version__" \}$', read("pyproject.toml"), re.M)
+    attribute = 'version = { attr = "rksc.version.__version__" }'
+    assert re.search(rf"^{re.escape(attribute)}$", read("pyproject.toml"), re.M)
 
 
 def test_wheels_are_built_for_every_python_that_is_announced() -> None:

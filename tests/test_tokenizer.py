@@ -19,7 +19,7 @@ from support import model_files
 from support.model_files import TINY
 
 from rksc.formats.gguf import read_gguf
-from rksc.text.chat import encode_chat
+from rksc.text.chat_tokens import encode_chat
 from rksc.text.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers")

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from support import tokenizer_texts
 
-from rksc.text.chat import encode_chat
+from rksc.text.chat_tokens import encode_chat
 from rksc.text.pipeline import byte_alphabet
 from rksc.text.tokenizer import Tokenizer
 

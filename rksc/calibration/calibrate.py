@@ -16,8 +16,9 @@ from ..reasoning.prompts import INSTRUCTION, Wordings
 
 if TYPE_CHECKING:
     from ..engine.load import Model
-    from ..experiments import Lab, Pair, Problem
     from .fitting import Calibration, CGEECalibration
+    from .runner import Lab
+    from .tasks import Pair, Problem
 
 
 def calibrate(

@@ -31,6 +31,7 @@ from ..engine.load import Model, load, locate
 from ..engine.session import BranchSession
 from ..reasoning.progress import Progress, Shown
 from ..scalars import as_int
+from ..version import __version__
 from .tasks import find_data
 
 Result = dict[str, Any]
@@ -231,8 +232,6 @@ class Lab:
     def _identity(self) -> list[Any]:
         """What results depend on beside their settings. The number of threads is not in it: only
         times depend on that."""
-        from .. import __version__
-
         engine = {k: str(v) for k, v in self.engine.items() if k != "n_threads"}
         path = self._path
         stored = _digest_of(self.bench.model) if path is None else _digest(path)
@@ -244,8 +243,6 @@ class Lab:
 
     def meta(self, **settings: Any) -> dict[str, Any]:
         """What a reader must know about a table: model, machine, versions, seed."""
-        from .. import __version__
-
         session, c = self.bench.session, self.bench.model.config
         return {
             "model": "in memory" if self._path is None else self._path.name,

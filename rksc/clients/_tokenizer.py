@@ -7,7 +7,7 @@ from copy import copy
 from typing import Any
 
 from ..scalars import as_int
-from ..text.chat import encode_chat
+from ..text.chat_tokens import encode_chat
 from ..text.tokenizer import Tokenizer
 from ._record import Record
 from ._wire import read_messages

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..engine.options import Sampling
 from ..engine.results import Token
 from ..scalars import as_int
-from ..text.chat import encode_chat
+from ..text.chat_tokens import encode_chat
 from ._engine import Engine, Sample, copies
 from ._errors import FieldError, RequestError
 from ._fields import Fields, n_bytes, shown

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,8 @@ from ..formats.stored import Stored
 from ..model.config import ModelConfig, from_gguf, from_hf
 from ..model.names import EMBEDDING, HEAD, check_wrapped, expected_shapes, from_gguf_name
 from ..text.ends import folder_ends
-
-if TYPE_CHECKING:
-    from ..text.tokenizer import Tokenizer
-    from .session import BranchSession
+from ..text.tokenizer import Tokenizer
+from .session import BranchSession
 
 # Left over in old checkpoints: values that the configuration implies.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.(rotary_emb\.inv_freq|bias|masked_bias)")
@@ -63,8 +61,6 @@ class Model:
 
         Without the libraries of rksc[hf] the session has no tokenizer and takes ids only.
         """
-        from .session import BranchSession
-
         if "tokenizer" not in options:
             try:
                 options["tokenizer"] = self.tokenizer
@@ -135,7 +131,7 @@ def locate(path: str | Path) -> Path:
     return (None if os.path.exists(path) else packaged(os.fspath(path))) or Path(path)
 
 
-Parts = tuple[dict[str, Tensor], ModelConfig, Callable[[], "Tokenizer"]]
+Parts = tuple[dict[str, Tensor], ModelConfig, Callable[[], Tokenizer]]
 
 
 def _is_folder(path: Path) -> bool:
@@ -176,8 +172,6 @@ def _load_folder(folder: Path) -> Parts:
         _check_weights(stored, config)
 
     def tokenizer() -> Tokenizer:
-        from ..text.tokenizer import Tokenizer
-
         with reading(folder):
             return Tokenizer.from_folder(folder)
 
@@ -193,7 +187,7 @@ def _folder_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{described}: no such file; the folder has {contents(folder)}")
     with reading(described):
         config = from_hf(read_json(described))
-    return replace(config, eos=folder_ends(folder, config))
+    return replace(config, eos=folder_ends(folder, config.eos, config.vocab_size))
 
 
 def _load_gguf(path: Path) -> Parts:
@@ -201,7 +195,7 @@ def _load_gguf(path: Path) -> Parts:
     with reading(path):
         config = from_gguf(file.metadata, _rope_factors(file))
         stored = {
-            _place(name): tensor
+            _hf_name(name): tensor
             for name, tensor in file.tensors.items()
             if name != "rope_freqs.weight"
         }
@@ -216,8 +210,6 @@ def _load_gguf(path: Path) -> Parts:
     metadata = file.metadata
 
     def tokenizer() -> Tokenizer:
-        from ..text.tokenizer import Tokenizer
-
         with reading(path):
             return Tokenizer.from_gguf(metadata, path)
 
@@ -233,11 +225,11 @@ def _rope_factors(file: GGUF) -> NDArray[np.float32] | None:
     return stored.tensor().numpy()
 
 
-def _place(name: str) -> str:
-    place = from_gguf_name(name)
-    if place is None:
+def _hf_name(name: str) -> str:
+    found = from_gguf_name(name)
+    if found is None:
         raise ValueError(f"tensor {name} has no place in this architecture")
-    return place
+    return found
 
 
 # ---- which tensors a model must have ------------------------------------------------------

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from ..model.names import check_vocabulary, check_wrapped
 from ..scalars import as_int
 from ..text.decoding import TextStream, check_text, final_text, token_tables
 from ..text.ends import all_ends
+from ..text.tokenizer import Tokenizer
 from .arguments import (
     as_cgee,
     as_list,
@@ -43,9 +44,6 @@ from .options import ASKS, CGEE, RSBCM, Sampling
 from .requests import Event, Plan, Request
 from .results import Gate, Generation, Stats, Token, Verdict
 from .types import Tokens
-
-if TYPE_CHECKING:
-    from ..text.tokenizer import Tokenizer
 
 Text = str | Tokens
 
@@ -108,7 +106,7 @@ class BranchSession(_core.Session):
                 "rksc.load(path).tokenizer is one"
             )
         config = ModelConfig.of(config)
-        ends = all_ends(config, tokenizer)
+        ends = all_ends(config.eos, config.vocab_size, tokenizer)
         config = config if ends == config.eos else replace(config, eos=ends)
         if isinstance(weights, Mapping):  # another object is refused by the engine
             check_wrapped(weights)

@@ -22,7 +22,7 @@ from ..calibration.tasks import reworded_problems
 from ..engine.load import Model
 from .cgee import N_BRANCHES, PRESETS, _counts, answer_item, answered
 from .plots import bars
-from .table import Column, Finding, Table, signed
+from .table import Column, Finding, Table, draws, shows, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,12 +155,14 @@ def _findings(table: Table) -> list[Finding]:
     return found
 
 
+@shows("accuracy")
 def shown(table: Table) -> list[Table]:
     """All sets together, and the one where ASKS decides."""
     parts = [table.where(set="all"), table.where(set=REWORDED)]
     return [part for part in parts if len(part)]
 
 
+@draws("accuracy")
 def draw(figure: Figure, table: Table) -> None:
     """Accuracy by way, one panel for each set."""
     names = list(dict.fromkeys(table.column("set")))

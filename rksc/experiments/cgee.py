@@ -32,7 +32,7 @@ from ..calibration.tasks import Problem, problem_sets
 from ..engine.load import Model
 from ..engine.options import CGEE
 from .plots import COLOURS, band, errorbars, style
-from .table import Column, Finding, Table, signed
+from .table import Column, Finding, Table, draws, shows, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -374,6 +374,7 @@ def _calibrated(found: CGEECalibration, meta: Any) -> Table:
     return Table("cgee", "What calibrate_cgee chose", columns, rows, meta)
 
 
+@shows("cgee")
 def shown(table: Table) -> list[Table]:
     """Presets, baselines and what was calibrated; the sweep is in the picture and the file."""
     return [table.where(rule="preset"), table.also["baselines"], table.also["calibrated"]]
@@ -382,6 +383,7 @@ def shown(table: Table) -> list[Table]:
 _LABELS = ((2, -13), (5, -11), (-6, 3))  # of the presets, in points from their marks
 
 
+@draws("cgee")
 def draw(figure: Figure, table: Table) -> None:
     """Saved against changed; by layer; risk against coverage."""
     figure.set_size_inches(10.5, 4.0)

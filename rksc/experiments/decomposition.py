@@ -27,7 +27,7 @@ from ..engine.options import ASKS, CGEE, Sampling
 from ..engine.session import BranchSession
 from ..reasoning.prompts import Wordings
 from .plots import COLOURS
-from .table import Column, Finding, Table
+from .table import Column, Finding, Table, draws
 from .workload import PHASES, Clock, Work, alone
 
 if TYPE_CHECKING:
@@ -308,6 +308,7 @@ def _findings(table: Table, results: Sequence[Result]) -> list[Finding]:
     return found
 
 
+@draws("decomposition")
 def draw(figure: Figure, table: Table) -> None:
     """Seconds of each arm by phase, a panel for each set."""
     names = list(dict.fromkeys(table.column("set")))

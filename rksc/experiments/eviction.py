@@ -24,7 +24,7 @@ from ..engine.load import Model
 from ..engine.session import mark
 from ..reasoning.prompts import INSTRUCTION, VALUE, Wordings
 from .plots import errorbars
-from .table import Column, Finding, Table
+from .table import Column, Finding, Table, draws
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,6 +197,7 @@ def _findings(table: Table) -> list[Finding]:
     return found
 
 
+@draws("eviction")
 def draw(figure: Figure, table: Table) -> None:
     """Recomputed tokens and time against the budget."""
     left, right = figure.subplots(1, 2)

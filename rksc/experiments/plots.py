@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .table import Table
-
 # Okabe and Ito, 2008
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -26,7 +24,7 @@ _STYLE = {
 }  # fmt: skip
 
 
-def figure(draw: Callable[[Figure, Table], None], table: Table) -> Figure:
+def figure(draw: Callable[[Figure], None], caption: str = "") -> Figure:
     """A new figure in the house's style, drawn by `draw`. ImportError tells what to install."""
     try:
         import matplotlib
@@ -35,8 +33,7 @@ def figure(draw: Callable[[Figure, Table], None], table: Table) -> Figure:
         raise ImportError("plots need matplotlib: pip install 'rksc[experiments]'") from None
     with matplotlib.rc_context(_STYLE):
         made = New(figsize=(7.0, 3.4), layout="constrained")
-        draw(made, table)
-        caption = ", ".join(str(table.meta[k]) for k in ("model", "dtype") if k in table.meta)
+        draw(made)
         if caption:
             made.supxlabel(caption, fontsize=6.5, color="#777777", x=0.995, ha="right")
     return made

@@ -18,7 +18,7 @@ from ..calibration.runner import Bench, Lab, Result
 from ..engine.load import Model
 from . import workload
 from .plots import LINES, errorbars, style
-from .table import Column, Finding, Table
+from .table import Column, Finding, Table, draws
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,6 +138,7 @@ def _runs(row: Mapping[str, Any]) -> str:
     return f"({row['lowest']:.2f} to {row['highest']:.2f} in the single runs)"
 
 
+@draws("prefix_sweep")
 def draw(figure: Figure, table: Table) -> None:
     """Left: ratio against prefix, by branches. Right: seconds."""
     left, right = figure.subplots(1, 2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..calibration.runner import Lab
-from .table import Table, show
+from .table import Table, show, shown
 
 _ROWS = 40  # a longer table stays in its CSV file
 _SAYS = {False: "What speaks against it", None: "What it leaves open", True: "What speaks for it"}
@@ -54,22 +53,13 @@ def _page(tables: Mapping[str, Table], lab: Lab, folder: Path, command: str) -> 
         lines += [f"## {name}", "", f"{table.title}.", ""]
         if (folder / f"{name}.png").is_file():
             lines += [f"![{table.title}]({name}.png)", ""]
-        for part in shown(table):
+        for part in shown(table, _ROWS):
             lines += [part.markdown(), ""]
         files = [f"[{name}.csv]({name}.csv)", f"[{name}.json]({name}.json)"]
         files += [f"[{name}-{other}.csv]({name}-{other}.csv)" for other in table.also]
         settings = {k: v for k, v in table.meta.items() if k not in meta}
         lines += [", ".join(files) + _settings(settings), ""]
     return lines[:-1]
-
-
-def shown(table: Table) -> list[Table]:
-    """What a reader wants to see of an experiment: its module's choice, else the short tables."""
-    module = importlib.import_module(f"{__package__}.{table.name}")
-    choose = getattr(module, "shown", None)
-    if choose is not None:
-        return list(choose(table))
-    return [t for t in (table, *table.also.values()) if len(t) <= _ROWS]
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ from ..calibration.tasks import (
 from ..engine.load import Model
 from ..reasoning.prompts import INSTRUCTION
 from .plots import bars, errorbars
-from .table import Column, Finding, Table, signed
+from .table import Column, Finding, Table, draws, shows, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -393,6 +393,7 @@ def _reached(row: dict[str, Any]) -> bool | None:
     return (True if row["questions"] >= FEWEST else None) if met else False
 
 
+@shows("rewording")
 def shown(table: Table) -> list[Table]:
     """The gates of the picture, and what sharing changes; the rest is in the files."""
     rows = [row for row in table.rows if row[0] in _DRAWN]
@@ -402,6 +403,7 @@ def shown(table: Table) -> list[Table]:
 _DRAWN = ("calibrated", "default (numbers guard)", "the paper's formula on both wordings")
 
 
+@draws("rewording")
 def draw(figure: Figure, table: Table) -> None:
     """Left: acceptance by kind and gate. Right: divergence by position."""
     figure.set_size_inches(9.5, 4.2)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .plots import figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,10 +151,10 @@ class Table:
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """The experiment's figure (extra [experiments]); written to `path` where one is given."""
-        from .plots import figure
-
-        module = importlib.import_module(f"{__package__}.{self.name}")
-        made = figure(module.draw, self)
+        caption = ", ".join(str(self.meta[k]) for k in ("model", "dtype") if k in self.meta)
+        if self.name not in _DRAW:
+            raise ValueError(f"{self.name!r} is no experiment that has a figure")
+        made = figure(lambda empty: _DRAW[self.name](empty, self), caption)
         if path is not None:
             made.savefig(path)
         return made
@@ -188,6 +189,41 @@ class Table:
         head = row((_head(column) for column in self.columns), "th")
         body = "".join(row((show(v) for v in values), "td") for values in self.rows)
         return f"<p>{escape(self.title)}</p><table>{head}{body}</table>"
+
+
+# ---- how the tables of an experiment are shown -------------------------------------------------
+
+Draw = TypeVar("Draw", bound="Callable[[Figure, Table], None]")
+Show = TypeVar("Show", bound=Callable[[Table], Sequence[Table]])
+_DRAW: dict[str, Callable[[Figure, Table], None]] = {}
+_SHOW: dict[str, Callable[[Table], Sequence[Table]]] = {}
+
+
+def draws(name: str) -> Callable[[Draw], Draw]:
+    """The function below draws the figure of an experiment's table."""
+
+    def keep(function: Draw) -> Draw:
+        _DRAW[name] = function
+        return function
+
+    return keep
+
+
+def shows(name: str) -> Callable[[Show], Show]:
+    """The function below chooses the tables of an experiment that a reader wants to see."""
+
+    def keep(function: Show) -> Show:
+        _SHOW[name] = function
+        return function
+
+    return keep
+
+
+def shown(table: Table, n_rows: int) -> list[Table]:
+    """What a reader wants to see of an experiment: its own choice, else tables of few rows."""
+    if table.name in _SHOW:
+        return list(_SHOW[table.name](table))
+    return [t for t in (table, *table.also.values()) if len(t) <= n_rows]
 
 
 def show(value: Value) -> str:

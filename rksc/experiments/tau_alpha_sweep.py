@@ -19,7 +19,7 @@ from ..calibration.tasks import REWORDING, TURNED_REWORDING, UNRELATED
 from ..engine.load import Model
 from .plots import band, style
 from .rewording import PAPER_ALPHA, PAPER_TAU, Wording, measured_wordings
-from .table import Column, Finding, Table, signed
+from .table import Column, Finding, Table, draws, shows, signed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -167,6 +167,7 @@ def _stops(
     return below(row[name], row[f"{_ENDS[name]}high"], min(n[name], questions), limit)
 
 
+@shows("tau_alpha_sweep")
 def shown(table: Table) -> list[Table]:
     """Some taus of three gates."""
     depth = min(table.where(probe="prefix, centred mean").column("layers"))
@@ -181,6 +182,7 @@ def shown(table: Table) -> list[Table]:
     ]  # fmt: skip
 
 
+@draws("tau_alpha_sweep")
 def draw(figure: Figure, table: Table) -> None:
     """Acceptance against tau: the paper's measure, the centred one, with the guard."""
     figure.set_size_inches(10.0, 3.5)

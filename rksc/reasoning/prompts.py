@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..engine.arguments import no_tokenizer
 from ..engine.session import BranchSession
 from ..engine.types import Tokens
-from ..text.chat import encode_chat, spells_special
+from ..text.chat_tokens import encode_chat, spells_special
 from ..text.decoding import check_text
 from ..text.tokenizer import Tokenizer
 

@@ -7,12 +7,10 @@ import unicodedata
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from ..engine.results import Gate
-
-if TYPE_CHECKING:
-    from .solve import Node, Phase, Solution
+from .tree import Node, Phase, Tree
 
 _BOLD, _DIM, _GREEN, _YELLOW, _CYAN = "1", "2", "32", "33", "36"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -23,7 +21,7 @@ def wants_colour(file: TextIO) -> bool:
     return file.isatty() and "NO_COLOR" not in os.environ
 
 
-def tree(solution: Solution, width: int = 100, colour: bool = False) -> str:
+def tree(solution: Tree, width: int = 100, colour: bool = False) -> str:
     """The tree in lines of at most `width` columns (40 at least)."""
     width = max(width, 40)
     paint = _Painter(colour)
@@ -42,7 +40,7 @@ def tree(solution: Solution, width: int = 100, colour: bool = False) -> str:
 
 
 def _branches(
-    solution: Solution, parent: Node, indent: str, lines: list[str], width: int, paint: _Painter
+    solution: Tree, parent: Node, indent: str, lines: list[str], width: int, paint: _Painter
 ) -> None:
     """All below a node; three or more evicted leaves in a row are one line."""
     siblings = solution.children(parent)
@@ -68,7 +66,7 @@ def _folded(nodes: Sequence[Node], indent: str, last: bool, width: int, paint: _
 
 
 def _branch(
-    solution: Solution,
+    solution: Tree,
     node: Node,
     indent: str,
     last: bool,
@@ -251,7 +249,7 @@ _CSS = """
 """
 
 
-def html(solution: Solution) -> str:
+def html(solution: Tree) -> str:
     """The same tree for a notebook: self-contained, all text escaped, answers fold out."""
     header, *rows = [line.split("  ") for line in phase_table(solution.phases)]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in (header, *rows)]
@@ -267,12 +265,12 @@ def html(solution: Solution) -> str:
     )
 
 
-def _html_children(solution: Solution, node: Node) -> str:
+def _html_children(solution: Tree, node: Node) -> str:
     items = "".join(_html_node(solution, child) for child in solution.children(node))
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _html_node(solution: Solution, node: Node) -> str:
+def _html_node(solution: Tree, node: Node) -> str:
     best = node is solution.best
     share = 0.0 if node.confidence is None else 100 * node.confidence
     notes = "".join(text for text, style in _marks(node) if style != _CYAN)

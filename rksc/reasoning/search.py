@@ -7,16 +7,15 @@ it; their siblings go on over the blocks that they share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ..engine.arguments import check_named, integer
+from ..engine.load import Model
 from ..engine.options import Sampling
 from ..engine.session import BranchSession, mark
 from .prompts import INSTRUCTION, VALUE, Wordings
-from .solve import Node, Run, Solution, check_room, session_of
-
-if TYPE_CHECKING:
-    from ..engine.load import Model
+from .solve import Run, Solution, check_room, session_of
+from .tree import Node
 
 
 def search(

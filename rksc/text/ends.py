@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -31,40 +31,34 @@ from ..formats.files import parse_json, read_bytes, read_json, reading, shown
 from ..scalars import as_int
 from .special import eos_tokens, read_tokenizer_config
 
-if TYPE_CHECKING:
-    from ..model.config import ModelConfig
-    from .tokenizer import Tokenizer
-
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 """Tokens of these texts end a turn or a text, whatever the files call them."""
 
 _CONTROL, _USER = 3, 4  # types of a GGUF's tokens
 _TOKENIZER_LIMIT = 64 << 20  # bytes of tokenizer.json
-_LONGEST = 1000  # characters of a token
-_SAID = "\N{END OF TEXT}rksc-said\N{END OF TEXT}"
 
 
-def all_ends(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids at which a model's turn ends: what its files say first, then its tokenizer."""
-    eos = getattr(tokenizer, "eos_id", None)
-    if eos is not None and eos >= config.vocab_size:
+def all_ends(eos: Sequence[int], vocab_size: int, tokenizer: Any) -> tuple[int, ...]:
+    """The ids at which a model's turn ends: what its files say (eos) first, then its tokenizer,
+    which may be another library's or None."""
+    last = getattr(tokenizer, "eos_id", None)
+    if last is not None and last >= vocab_size:
         raise ValueError(
-            f"tokenizer: eos_id {eos} is outside the model's vocabulary of {config.vocab_size}"
+            f"tokenizer: eos_id {last} is outside the model's vocabulary of {vocab_size}"
         )
     own = getattr(tokenizer, "end_ids", ())
-    return tuple(dict.fromkeys((*config.eos, *(i for i in own if i < config.vocab_size))))
+    return tuple(dict.fromkeys((*eos, *(i for i in own if i < vocab_size))))
 
 
 # ---- a folder ----------------------------------------------------------------------------------
 
 
-def folder_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Of a Hugging Face folder, whose config.json said config.eos. No tokenizer is made for it.
+def folder_ends(folder: Path, eos: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Of a Hugging Face folder whose config.json says eos. No tokenizer is made for it.
 
     ValueError names file and field of an id that is outside the vocabulary.
     """
-    n = config.vocab_size
-    ids = list(config.eos)
+    n, ids = vocab_size, list(eos)
     path = folder / "generation_config.json"
     if path.exists():
         with reading(path):
@@ -72,21 +66,21 @@ def folder_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     config_json = read_tokenizer_config(folder)
     named = eos_tokens(folder, config_json)
     added, described = _listed_tokens(config_json), {}
-    if not added or any(eos.value not in added for eos in named):
+    if not added or any(end.value not in added for end in named):
         described = _tokenizer_json(folder)
         added = _added_tokens(described) | added
-    for eos in named:
-        found = added.get(eos.value, _vocabulary_id(described, eos.value))
+    for end in named:
+        found = added.get(end.value, _vocabulary_id(described, end.value))
         if found is not None and not 0 <= found < n:
             raise ValueError(
-                f"{eos.file}: eos_token {shown(eos.value)} is token {found}, outside the "
+                f"{end.file}: eos_token {shown(end.value)} is token {found}, outside the "
                 f"vocabulary of {n}"
             )
         if found is not None:
             ids.append(found)
         elif described:
             warnings.warn(
-                f"{eos.file}: eos_token {shown(eos.value)} is not in tokenizer.json: it will "
+                f"{end.file}: eos_token {shown(end.value)} is not in tokenizer.json: it will "
                 "not end a turn",
                 stacklevel=5,
             )
@@ -146,40 +140,3 @@ def gguf_ends(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         marks = np.flatnonzero((kinds == _CONTROL) | (kinds == _USER))
         ids += [int(i) for i in marks if tokens[i] in END_TOKENS]
     return tuple(dict.fromkeys(ids))
-
-
-# ---- a tokenizer and its chat template -----------------------------------------------------------
-
-
-def tokenizer_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens of END_TOKENS, and those that the chat template writes."""
-    known = [i for i, text in tokenizer.special_tokens.items() if text in END_TOKENS]
-    return (*known, *template_ends(tokenizer))
-
-
-def template_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens with which the chat template goes on after an assistant's message, one
-    that is answered and one that is the last: the end of its turn, or the begin of the next.
-
-    Found by rendering such a chat. () where plain text follows, where the template does not take
-    the chat or is at fault (who asks for a chat hears of it), or where jinja2 is missing.
-    """
-    if tokenizer.chat_template is None:
-        return ()
-    said = [f"{_SAID}{i}{_SAID}" for i in (1, 2)]
-    turns = [
-        {"role": role, "content": text}
-        for answer in said
-        for role, text in (("user", "?"), ("assistant", answer))
-    ]
-    try:
-        text = tokenizer.chat(turns, add_generation_prompt=False)
-    except (ImportError, RuntimeError, ValueError):
-        return ()
-    marks = {tokenizer.token_id(mark) for mark in tokenizer.template_marks()}
-    special = {*tokenizer.special_tokens, *marks}
-    ends = []
-    for answer in said:
-        after = text.partition(answer)[2].lstrip()[:_LONGEST]
-        ends += tokenizer.encode(after, bos=False, start=False)[:1]
-    return tuple(i for i in dict.fromkeys(ends) if i in special)

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 from .chat import Message, render
 from .decoding import check_text
-from .ends import tokenizer_ends
+from .ends import END_TOKENS
 from .template import ChatTemplate
+
+_SAID = "\N{END OF TEXT}rksc-said\N{END OF TEXT}"
+_LONGEST = 1000  # characters of a token
 
 
 class Encoder(Protocol):
@@ -263,8 +266,42 @@ class Tokenizer:
         """The tokens that end a turn as far as a tokenizer knows: those that its files name, those
         of well-known texts, and what the chat template writes after what the assistant says."""
         if self._ends is None:
-            self._ends = tuple(dict.fromkeys((*self._named_ends, *tokenizer_ends(self))))
+            self._ends = tuple(dict.fromkeys((*self._named_ends, *_ends(self))))
         return self._ends
+
+
+def _ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens of END_TOKENS, and those that the chat template writes."""
+    known = [i for i, text in tokenizer.special_tokens.items() if text in END_TOKENS]
+    return (*known, *template_ends(tokenizer))
+
+
+def template_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The special tokens with which the chat template goes on after an assistant's message, one
+    that is answered and one that is the last: the end of its turn, or the begin of the next.
+
+    Found by rendering such a chat. () where plain text follows, where the template does not take
+    the chat or is at fault (who asks for a chat hears of it), or where jinja2 is missing.
+    """
+    if tokenizer.chat_template is None:
+        return ()
+    said = [f"{_SAID}{i}{_SAID}" for i in (1, 2)]
+    turns = [
+        {"role": role, "content": text}
+        for answer in said
+        for role, text in (("user", "?"), ("assistant", answer))
+    ]
+    try:
+        text = tokenizer.chat(turns, add_generation_prompt=False)
+    except (ImportError, RuntimeError, ValueError):
+        return ()
+    marks = {tokenizer.token_id(mark) for mark in tokenizer.template_marks()}
+    special = {*tokenizer.special_tokens, *marks}
+    ends = []
+    for answer in said:
+        after = text.partition(answer)[2].lstrip()[:_LONGEST]
+        ends += tokenizer.encode(after, bos=False, start=False)[:1]
+    return tuple(i for i in dict.fromkeys(ends) if i in special)
 
 
 @lru_cache(maxsize=16)

@@ -83,7 +83,7 @@ def trial(chance: random.Random, path: Path) -> str:
             ids = tokenizer.encode(chance.choice(_TEXTS))[:8]
             tokenizer.decode(ids)
             if tokenizer.chat_template is not None and chance.random() < 0.1:
-                rksc.text.chat.encode_chat(tokenizer, _MESSAGES)
+                rksc.text.chat_tokens.encode_chat(tokenizer, _MESSAGES)
         except ValueError as error:
             _check_error(error, None)
             reached = "ran after an error in the text"
