@@ -37,7 +37,7 @@ from derive import type_of
 
 from rksc import Model, _core, load
 from rksc.engine.defaults import best_dtype, find_model
-from rksc.experiments.workload import Shape, flop
+from rksc.experiments.workload import Shape, flop, token_bytes
 from rksc.limits import bounds
 
 WORKLOADS = {"W1": Shape(), "W2": Shape(prefix=4096, branches=32), "W3": Shape()}
@@ -186,8 +186,8 @@ def side_by_side(
         "decode_ops": bounds.as_rows(ops), "rounds": rounds,
     }  # fmt: skip
     if setting.quantised:
-        c, tokens = model.config, shape.unique + shape.branches * shape.verify
-        kv = tokens * c.n_layers * 2 * c.n_kv_heads * c.head_dim * bounds.ITEM_BYTES[setting.dtype]
+        tokens = shape.unique + shape.branches * shape.verify
+        kv = tokens * token_bytes(model.config, bounds.ITEM_BYTES[setting.dtype])
         made["in_place_bytes"] = setting.gguf.stat().st_size + kv
     return made
 

@@ -269,14 +269,12 @@ static inline rk_status rk_check_sizes(const char *machine, const rk_config *c,
         return rk_fail(err, RK_EVALUE, "compute: %s takes F32 or BF16",
                        machine);
     }
-    if (rk_check_kv_type(e->kv_type, err) != RK_OK) {
-        return RK_EVALUE;
+    rk_status status = rk_check_kv_type(e->kv_type, err);
+    if (status == RK_OK) {
+        status = rk_check_block_tokens(e->block_tokens, err);
     }
-    if (e->block_tokens < 1 || e->block_tokens > RK_TILE ||
-        (e->block_tokens & (e->block_tokens - 1)) != 0) {
-        return rk_fail(err, RK_EVALUE,
-                       "block_tokens must be a power of two in 1 .. %d, got %d",
-                       RK_TILE, (int)e->block_tokens);
+    if (status != RK_OK) {
+        return status;
     }
     if (e->n_blocks < 1 || e->n_blocks > INT32_MAX || e->max_rows < 1 ||
         e->max_outputs < 1) {

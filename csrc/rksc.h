@@ -115,6 +115,17 @@ typedef struct rk_model {
 /* Query rows of one attention chunk: the unit that threads share out. */
 #define RK_CHUNK_ROWS 32
 
+/* Tokens of a KV block: blocks never cross a tile. */
+static inline rk_status rk_check_block_tokens(int32_t n, rk_error *err)
+{
+    return n >= 1 && n <= RK_TILE && (n & (n - 1)) == 0
+               ? RK_OK
+               : rk_fail(err, RK_EVALUE,
+                         "block_tokens must be a power of two in 1 .. %d, got "
+                         "%d",
+                         RK_TILE, (int)n);
+}
+
 #ifdef __cplusplus
 }
 #endif

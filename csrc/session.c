@@ -54,11 +54,9 @@ static rk_status pool_size(const rk_session *s, int32_t *n_blocks,
 
 static rk_status check_options(const rk_options *o, rk_error *err)
 {
-    if (o->block_tokens < 1 || o->block_tokens > RK_TILE ||
-        (o->block_tokens & (o->block_tokens - 1)) != 0) {
-        return rk_fail(err, RK_EVALUE,
-                       "block_tokens must be a power of two in 1 .. %d, got %d",
-                       RK_TILE, (int)o->block_tokens);
+    rk_status status = rk_check_block_tokens(o->block_tokens, err);
+    if (status != RK_OK) {
+        return status;
     }
     if (o->step_tokens < 1 || o->step_tokens > 1 << 16) {
         return rk_fail(err, RK_EVALUE, "step_tokens: %d is not in 1 .. %d",

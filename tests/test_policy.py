@@ -12,24 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import native
+from support.corerig import Cgee
 
 NAN = math.nan
 OFF = 2.0  # a confidence that nothing reaches
-
-
-class Cgee(c.Structure):
-    """rk_cgee"""
-
-    _fields_ = [
-        ("min_steps", c.c_int32),
-        *((name, c.c_double) for name in ("stop_top", "stop_lead", "skip_top", "skip_lead")),
-        *((name, c.c_double) for name in ("skip_top_relative", "skip_lead_relative", "kappa")),
-        ("verify_batch", c.c_int32),
-        ("min_layer", c.c_int32),
-        ("lens_every", c.c_int32),
-        ("theta", c.c_double),
-        ("epsilon", c.c_double),
-    ]
 
 
 class Candidate(c.Structure):

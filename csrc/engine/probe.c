@@ -265,32 +265,32 @@ typedef struct difference {
     int32_t own_end, root_end; /* exclusive; at least one token each */
 } difference;
 
-static difference differing(const rk_branch *root, const int32_t *tokens,
+static difference differing(const rk_branch *branch, const int32_t *tokens,
                             int32_t n_tokens, bool pool_mean)
 {
+    const rk_branch_facts *root = rk_look(branch);
     if (!pool_mean) {
-        return (difference){-1, n_tokens, rk_look(root)->n_tokens};
+        return (difference){-1, n_tokens, root->n_tokens};
     }
-    int32_t shorter =
-        n_tokens < rk_look(root)->n_tokens ? n_tokens : rk_look(root)->n_tokens;
+    int32_t shorter = n_tokens < root->n_tokens ? n_tokens : root->n_tokens;
     int32_t head = 0, tail = 0;
-    while (head < shorter && tokens[head] == rk_look(root)->tokens[head]) {
+    while (head < shorter && tokens[head] == root->tokens[head]) {
         head++;
     }
     while (tail < shorter - head &&
            tokens[n_tokens - 1 - tail] ==
-               rk_look(root)->tokens[rk_look(root)->n_tokens - 1 - tail]) {
+               root->tokens[root->n_tokens - 1 - tail]) {
         tail++;
     }
     /* Pure insertion: one side would be empty; take a shared neighbour. */
-    if (head == n_tokens - tail || head == rk_look(root)->n_tokens - tail) {
+    if (head == n_tokens - tail || head == root->n_tokens - tail) {
         if (tail > 0) {
             tail--;
         } else {
             head--;
         }
     }
-    return (difference){head, n_tokens - tail, rk_look(root)->n_tokens - tail};
+    return (difference){head, n_tokens - tail, root->n_tokens - tail};
 }
 
 /* ---- the two probes ------------------------------------------------------ */

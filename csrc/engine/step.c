@@ -21,12 +21,12 @@ int32_t rk_step_pending(const rk_session *s, rk_branch *const *branches,
 {
     int32_t n_items = 0, room = s->options.step_tokens;
     for (int32_t i = 0; i < n && room > 0; i++) {
-        rk_branch *b = branches[i];
-        int32_t left = rk_look(b)->n_tokens - rk_look(b)->n_computed;
+        const rk_branch_facts *b = rk_look(branches[i]);
+        int32_t left = b->n_tokens - b->n_computed;
         if (left > 0) {
             left = left < room ? left : room;
-            items[n_items++] = (rk_item){b, rk_look(b)->n_computed,
-                                         rk_look(b)->n_computed + left, true};
+            items[n_items++] = (rk_item){branches[i], b->n_computed,
+                                         b->n_computed + left, true};
             room -= left;
         }
     }
@@ -49,19 +49,15 @@ static void unpin(const rk_item *items, int32_t n_items)
 
 static bool same_rows(const rk_item *a, const rk_item *b)
 {
-    const rk_branch *x = a->branch, *y = b->branch;
+    const rk_branch_facts *x = rk_look(a->branch), *y = rk_look(b->branch);
     return a->begin == b->begin && a->end == b->end && a->write == b->write &&
-           rk_look(x)->approximate == rk_look(y)->approximate &&
-           rk_look(x)->n_blocks == rk_look(y)->n_blocks &&
-           (rk_look(x)->n_blocks == 0 ||
-            (rk_look(x)->blocks[rk_look(x)->n_blocks - 1] ==
-                 rk_look(y)->blocks[rk_look(y)->n_blocks - 1] &&
-             memcmp(rk_look(x)->blocks, rk_look(y)->blocks,
-                    (size_t)rk_look(x)->n_blocks *
-                        sizeof *rk_look(x)->blocks) == 0)) &&
-           memcmp(rk_look(x)->tokens + a->begin, rk_look(y)->tokens + b->begin,
-                  (size_t)(a->end - a->begin) * sizeof *rk_look(x)->tokens) ==
-               0;
+           x->approximate == y->approximate && x->n_blocks == y->n_blocks &&
+           (x->n_blocks == 0 ||
+            (x->blocks[x->n_blocks - 1] == y->blocks[y->n_blocks - 1] &&
+             memcmp(x->blocks, y->blocks,
+                    (size_t)x->n_blocks * sizeof *x->blocks) == 0)) &&
+           memcmp(x->tokens + a->begin, y->tokens + b->begin,
+                  (size_t)(a->end - a->begin) * sizeof *x->tokens) == 0;
 }
 
 static void find_leaders(const rk_item *items, int32_t n_items, bool share,

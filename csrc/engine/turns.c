@@ -19,23 +19,21 @@
  * from, or what is still to be computed. */
 static int32_t wants(const rk_request *request)
 {
-    int32_t left = rk_look(request->branch)->n_tokens -
-                   rk_look(request->branch)->n_computed;
+    const rk_branch_facts *b = rk_look(request->branch);
+    int32_t left = b->n_tokens - b->n_computed;
     return left > 1 ? left : 1;
 }
 
 /* The rows of one request in the next step, at most `room`. */
 static rk_item next_item(const rk_request *request, int32_t room)
 {
-    rk_branch *b = request->branch;
-    if (rk_look(b)->n_computed == rk_look(b)->n_tokens) {
-        return (rk_item){b, rk_look(b)->n_tokens - 1, rk_look(b)->n_tokens,
-                         false};
+    const rk_branch_facts *b = rk_look(request->branch);
+    if (b->n_computed == b->n_tokens) {
+        return (rk_item){request->branch, b->n_tokens - 1, b->n_tokens, false};
     }
     int32_t n = wants(request);
     n = n < room ? n : room;
-    return (rk_item){b, rk_look(b)->n_computed, rk_look(b)->n_computed + n,
-                     true};
+    return (rk_item){request->branch, b->n_computed, b->n_computed + n, true};
 }
 
 static void admit(rk_session *s, rk_request *request)

@@ -451,9 +451,8 @@ rk_status rk_session_verify(rk_session *s, rk_branch *const *branches,
     } else {
         for (int32_t i = 0; i < n; i++) {
             /* A branch that generated nothing is as sure as can be. */
-            confidence[i] = isnan(rk_look(branches[i])->confidence)
-                                ? 1.0
-                                : rk_look(branches[i])->confidence;
+            double known = rk_look(branches[i])->confidence;
+            confidence[i] = isnan(known) ? 1.0 : known;
             order[i] = i;
             verdicts[i] = (rk_verdict){.outcome = RK_NOT_CONTENDER,
                                        .score = NAN,

@@ -56,11 +56,9 @@ struct rk_plan {
 rk_status rk_plan_create(rk_plan **out, int32_t block_tokens, rk_error *err)
 {
     *out = NULL;
-    if (block_tokens < 1 || block_tokens > RK_TILE ||
-        RK_TILE % block_tokens != 0) {
-        return rk_fail(err, RK_EVALUE,
-                       "block_tokens must be a power of two in 1 .. %d, got %d",
-                       RK_TILE, (int)block_tokens);
+    rk_status status = rk_check_block_tokens(block_tokens, err);
+    if (status != RK_OK) {
+        return status;
     }
     rk_plan *plan = calloc(1, sizeof *plan);
     if (plan == NULL) {

@@ -304,7 +304,7 @@ _NO_NUMBER = re.compile(
 )
 # 9 500 dollars: where an answer is stated, a blank parts thousands.
 _STATED_GROUPS = re.compile(
-    r"(?:####|answers?[*_`'\"]{0,3}\s{0,3}[:=]|answer is)[\s*_$]{0,4}\d{1,2}(?: \d{3})+"
+    r"((?:####|answers?[*_`'\"]{0,3}\s{0,3}[:=]|answer is)[\s*_$]{0,4})(\d{1,2}(?: \d{3})+)"
     r"(?![\d,.]*\d)(?!\s?(?:and|or|to|[,;&-])?\s?\d)",
     re.IGNORECASE,
 )
@@ -385,9 +385,7 @@ def _several(said: str, start: int, end: int, numbers: Sequence[_Number]) -> str
 
 
 def _thin(stated: re.Match[str]) -> str:
-    head = re.match(r"\D*", stated[0])
-    assert head is not None
-    return head[0] + stated[0][head.end() :].replace(" ", THIN)
+    return stated[1] + stated[2].replace(" ", THIN)
 
 
 def _last(text: str, numbers: Sequence[Numeral]) -> str | None:

@@ -262,8 +262,12 @@ def _verify(session: BranchSession, kids: list[Branch], work: Work) -> list[Verd
 
 def kv_bytes(config: ModelConfig, tokens: int) -> int:
     """Enough for so many tokens in float32 and the loose ends of blocks."""
-    size = config.n_layers * 2 * config.n_kv_heads * config.head_dim * 4
-    return (tokens + tokens // 4 + 1024) * size
+    return (tokens + tokens // 4 + 1024) * token_bytes(config, 4)
+
+
+def token_bytes(config: ModelConfig, item_bytes: int) -> int:
+    """KV of one token in all layers."""
+    return config.n_layers * 2 * config.n_kv_heads * config.head_dim * item_bytes
 
 
 def measure(
