@@ -64,8 +64,8 @@ def test_a_stream_adds_up(server: Server, make_session: Callable[..., BranchSess
 def test_concurrent_requests_share_steps(
     server: Server, make_session: Callable[..., BranchSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps take at least 10 ms, so that they overlap."""
-    slowly(server.engine, monkeypatch, 0.01)
+    """Steps take at least 20 ms, so that they overlap."""
+    slowly(server.engine, monkeypatch)
 
     def ask(i: int) -> dict[str, Any]:
         return {**ANSWER, "messages": [{"role": "user", "content": f"{i} abc"}], "max_tokens": 40}

@@ -5,11 +5,13 @@ Each kind of request that did is refused at once by the name of its field, or gi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -366,13 +368,46 @@ def test_a_stream_that_its_reader_closes_unread_ends(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, not when the time of a write is over."""
-    slowly(server.engine, monkeypatch, seconds=0.01)
+    slowly(server.engine, monkeypatch)
     with stalled(server, n=8, max_tokens=400, model="M" * 256) as connection:
         written = server.engine.session.stats().steps + 20  # more than its buffers hold
         eventually(lambda: server.engine.session.stats().steps > written)
         connection.shutdown(socket.SHUT_WR)
         eventually(lambda: server.engine.session.stats().branches == 0)
         assert server.engine.session.stats().steps < 390
+
+
+@pytest.mark.parametrize("later", range(6))
+def test_a_stream_ends_whose_reader_goes_as_a_piece_is_taken(later: int) -> None:
+    """In the same turn of the event loop, or some turns apart."""
+    taken: list[bytes] = []
+
+    async def run() -> None:
+        gone = asyncio.Event()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            while len(taken) < 1000:
+                yield b"piece"
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] != "http.response.body":
+                return
+            taken.append(message["body"])
+            if len(taken) == 10:
+                asyncio.get_running_loop().call_soon(gone.set)
+                await gone.wait()
+                for _ in range(later):
+                    await asyncio.sleep(0)
+
+        stream = module.EventStream(pieces(), lambda: None)
+        await stream({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    assert 10 <= len(taken) < 20
 
 
 def test_a_slow_reader_gets_all(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -196,6 +197,19 @@ class Threads:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
+async def _within(seconds: float, work: Awaitable[T]) -> T:
+    """The result of the work, or TimeoutError. (Before Python 3.12 asyncio.wait_for loses a
+    cancellation that comes in the moment in which the work ends.)"""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+
+
 async def _unless_closed(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Do the work; False when the connection closed before its end, and then it is cancelled."""
 
@@ -238,8 +252,8 @@ class EventStream:
         async for piece in self._pieces:
             body = {"type": "http.response.body", "body": piece, "more_body": True}
             try:
-                await asyncio.wait_for(send(body), WRITE_SECONDS)
-            except asyncio.TimeoutError:
+                await _within(WRITE_SECONDS, send(body))
+            except TimeoutError:
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -350,8 +364,8 @@ class Service:
     async def _request(self, connection: HTTPRequest, read: Read) -> Request:
         """What the connection asks for, if there is room in the queue."""
         try:
-            data = await asyncio.wait_for(_body(connection), BODY_SECONDS)
-        except asyncio.TimeoutError:
+            data = await _within(BODY_SECONDS, _body(connection))
+        except TimeoutError:
             said = f"the body has not come within {BODY_SECONDS:g} s"
             raise RequestError(said, status_code=408) from None
 
@@ -421,8 +435,8 @@ def _no_route(connection: HTTPRequest, error: Exception) -> Response:
 
 
 def application(engine: Engine, access: Access | None = None) -> Starlette:
-    """The ASGI application. access: who may use it; by default whoever calls it by a name of the
-    loopback."""
+    """The ASGI application. access: who may use it, by what host and with what key (`serve` always
+    gives one); None: everybody whom the server or the application around it lets in."""
     service = Service(engine)
     app = Starlette(
         routes=[
@@ -435,7 +449,7 @@ def application(engine: Engine, access: Access | None = None) -> Starlette:
         ],
         middleware=[
             Middleware(Metered, meter=service.meter),
-            Middleware(Guard, access=access or Access()),
+            *([Middleware(Guard, access=access)] if access else []),
         ],
         exception_handlers={HTTPException: _no_route},
         lifespan=service.lifespan,

@@ -26,7 +26,7 @@ class Server:
         self.engine = engine
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        config = server_config(application(engine, access))
+        config = server_config(application(engine, access or Access()))
         config.timeout_graceful_shutdown = 1
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
@@ -81,7 +81,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def slowly(engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.002) -> None:
-    """Steps take at least so long."""
+def slowly(engine: Engine, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
+    """Steps take at least so long: hundreds of them outlast what a test does meanwhile."""
     step = engine.session.step
     monkeypatch.setattr(engine.session, "step", lambda: (time.sleep(seconds), step())[1])
