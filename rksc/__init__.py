@@ -25,11 +25,14 @@ from .engine.options import ASKS, CGEE, RSBCM, Sampling
 from .engine.results import Gate, Generation, Stats, Token, Verdict
 from .engine.session import BranchSession
 from .model.config import ModelConfig
+from .moved import keep as _keep
 from .reasoning.search import search
 from .reasoning.solve import Approach, Solution, solve
 from .reasoning.tree import Node, Phase
 from .text.tokenizer import Tokenizer
 from .version import __version__ as __version__
+
+_keep(__name__)
 
 __all__ = [
     "ASKS",

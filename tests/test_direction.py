@@ -191,6 +191,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "_core": (),
     "cuda": (),
     "data": (),
+    "moved": (),
     "scalars": (),
     "version": (),
     "formats": ("_core", "scalars"),
@@ -205,7 +206,10 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "calibration": ("_core", "scalars", "version", "answers", "engine", "reasoning"),
     "experiments": ("_core", "answers", "model", "engine", "reasoning", "calibration"),
     "limits": ("_core", "model", "engine", "experiments"),
-    "rksc": ("_core", "version", "answers", "text", "model", "engine", "reasoning", "calibration"),
+    "rksc": (
+        *("_core", "moved", "version", "answers", "text", "model", "engine", "reasoning"),
+        "calibration",
+    ),
     "cli": (
         *("_core", "cuda", "data", "formats", "answers", "engine", "reasoning", "clients"),
         *("server", "calibration", "experiments", "limits", "rksc"),
