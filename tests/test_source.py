@@ -77,7 +77,8 @@ INCLUDES: dict[str, tuple[str, ...]] = {
     "policy/*": ("rksc.h",),
     "model/quant.[ch]": ("rksc.h", "model/unpack.h"),
     "model/unpack.h": ("model/quant.h",),
-    "model/place.[ch]": ("backend.h", "model/quant.h"),
+    "model/layout.[ch]": ("rksc.h",),
+    "model/place.[ch]": ("backend.h", "model/layout.h", "model/quant.h"),
     "kv/kv.[ch]": ("rksc.h",),
     "kv/tree.[ch]": ("rksc.h", "kv/kv.h", "policy/rsbcm.h"),
     "kv/plan.[ch]": ("rksc.h", "backend.h"),
@@ -99,7 +100,7 @@ INCLUDES: dict[str, tuple[str, ...]] = {
     "session.c": ("engine/scheduler.h",),
     "cpu/*": ("rksc.h", "backend.h", "model/quant.h", "model/unpack.h"),
     "cuda/*": ("rksc.h", "backend.h", "model/quant.h"),
-    "py/*": ("rksc.h", "backend.h", "model/quant.h", "session.h"),
+    "py/*": ("rksc.h", "backend.h", "model/layout.h", "model/quant.h", "session.h"),
 }  # fmt: skip
 # Rooms whose files may all include each other.
 OPEN_ROOMS = ("policy", "cpu", "cuda", "py")

@@ -3,9 +3,11 @@
  * tied head) share one copy. */
 #include "place.h"
 
+#include "layout.h"
 #include "quant.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct copy {
     const void *from;
@@ -55,37 +57,21 @@ static rk_status place(rk_placed *p, const void **address, size_t bytes,
     return ops->check(p->device, err);
 }
 
-static rk_status place_vector(rk_placed *p, const float **v, int32_t n,
-                              rk_error *err)
-{
-    const void *address = *v;
-    rk_status status = place(p, &address, (size_t)n * sizeof **v, err);
-    *v = address;
-    return status;
-}
-
-static rk_status place_matrix(rk_placed *p, rk_matrix *m, rk_error *err)
-{
-    int64_t n = (int64_t)m->rows * m->cols;
-    rk_status status =
-        place(p, &m->data, (size_t)rk_type_bytes(m->type, n), err);
-    return status == RK_OK ? place_vector(p, &m->bias, m->rows, err) : status;
-}
-
-static rk_status place_layer(rk_placed *p, rk_layer *layer, int32_t width,
+/* Tensor i of the layout, where the model has it. */
+static rk_status place_entry(rk_placed *p, rk_model *model, size_t i,
                              rk_error *err)
 {
-    rk_matrix *matrices[] = {&layer->query,  &layer->key,  &layer->value,
-                             &layer->output, &layer->gate, &layer->up,
-                             &layer->down};
-    rk_status status = place_vector(p, &layer->attention_norm, width, err);
-    if (status == RK_OK) {
-        status = place_vector(p, &layer->ffn_norm, width, err);
+    rk_slot slot = rk_layout_slot(model, p->layers, i);
+    int64_t shape[RK_LAYOUT_DIMS];
+    rk_layout_shape(shape, &model->config, i);
+    int64_t n = shape[0] * shape[1];
+    if (slot.matrix != NULL) {
+        return place(p, &slot.matrix->data,
+                     (size_t)rk_type_bytes(slot.matrix->type, n), err);
     }
-    for (size_t i = 0;
-         i < sizeof matrices / sizeof *matrices && status == RK_OK; i++) {
-        status = place_matrix(p, matrices[i], err);
-    }
+    const void *address = *slot.vector;
+    rk_status status = place(p, &address, (size_t)n * sizeof(float), err);
+    *slot.vector = address;
     return status;
 }
 
@@ -94,7 +80,7 @@ rk_status rk_place(rk_placed **out, rk_model *model, rk_device *device,
 {
     *out = NULL;
     *model = *from;
-    int32_t width = from->config.width, n_layers = from->config.n_layers;
+    int32_t n_layers = from->config.n_layers;
     rk_placed *p = calloc(1, sizeof *p);
     if (p != NULL) {
         p->device = device;
@@ -104,16 +90,10 @@ rk_status rk_place(rk_placed **out, rk_model *model, rk_device *device,
         rk_placed_free(p);
         return rk_fail(err, RK_ENOMEM, "no memory for weights");
     }
-    rk_status status = place_matrix(p, &model->embedding, err);
-    if (status == RK_OK) {
-        status = place_matrix(p, &model->head, err);
-    }
-    if (status == RK_OK) {
-        status = place_vector(p, &model->norm, width, err);
-    }
-    for (int32_t i = 0; i < n_layers && status == RK_OK; i++) {
-        p->layers[i] = from->layers[i];
-        status = place_layer(p, &p->layers[i], width, err);
+    memcpy(p->layers, from->layers, (size_t)n_layers * sizeof *p->layers);
+    rk_status status = RK_OK;
+    for (size_t i = 0; i < rk_layout_count(n_layers) && status == RK_OK; i++) {
+        status = place_entry(p, model, i, err);
     }
     model->layers = p->layers;
     if (status != RK_OK) {

@@ -314,7 +314,6 @@ static int take_legacy(rk_borrowed *lent, PyObject *capsule, PyObject *name,
 static int take_tensor(rk_borrowed *lent, PyObject *tensor, PyObject *name)
 {
     rk_tensor_view view;
-    int64_t stride = 1;
 
     rk_tensor_look(tensor, &view);
     if (view.n_dims > RK_BORROWED_MAX_DIMS) {
@@ -323,13 +322,11 @@ static int take_tensor(rk_borrowed *lent, PyObject *tensor, PyObject *name)
         return -1;
     }
     lent->data = view.data;
+    lent->name = view.name;
     lent->type = view.type;
     lent->n_dims = view.n_dims;
-    for (int i = view.n_dims - 1; i >= 0; i--) {
-        lent->shape[i] = view.shape[i];
-        lent->strides[i] = stride;
-        stride *= view.n_elements > 0 ? view.shape[i] : 1;
-    }
+    memcpy(lent->shape, view.shape, (size_t)view.n_dims * sizeof *view.shape);
+    rk_tensor_strides(lent->strides, &view);
     Py_INCREF(tensor);
     lent->tensor = tensor;
     return 0;

@@ -19,6 +19,7 @@
  * is set: who is told when we are done. */
 typedef struct rk_borrowed {
     const void *data; /* the first element, byte_offset included */
+    const char *name; /* what a rksc.Tensor is called, or NULL */
     bool on_gpu;      /* `data` is an address of the session's GPU */
     rk_type type;
     int n_dims;
