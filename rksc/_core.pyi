@@ -18,6 +18,15 @@ from .model.config import ModelConfig
 isas: tuple[str, ...]
 """Instruction sets that this machine and build support, weakest first."""
 
+tensor_types: dict[str, tuple[int, int]]
+"""Elements and bytes of a block of each type of tensor, by its name."""
+
+derived_names: tuple[str, ...]
+"""How names of buffers end that old checkpoints carry and that a configuration implies."""
+
+def check_weights(weights: Mapping[str, Any], config: ModelConfig) -> None:
+    """ValueError unless names and shapes are those that the configuration wants."""
+
 def default_threads() -> int:
     """Threads that this process may use: CPU affinity, cgroup quota, RKSC_NUM_THREADS."""
 
@@ -36,6 +45,8 @@ class Tensor:
     @property
     def nbytes(self) -> int: ...
     def numpy(self) -> NDArray[np.float32]: ...
+    def equals(self, other: Tensor) -> bool:
+        """Are type, shape and all bytes the same?"""
     def __dlpack__(
         self,
         *,

@@ -111,7 +111,7 @@ def test_sizes_are_judged_before_anything_is_made_of_them(
         "2147483647 layers": {"num_hidden_layers": 2**31 - 1},
         "embed_tokens.weight has shape": {"vocab_size": 2**31 - 1},
         "mlp.gate_proj.weight has shape": {"intermediate_size": 2**31 - 1},
-        "self_attn.q_proj.weight has shape": {"num_attention_heads": 2**31 - 2},
+        "n_heads 2147483646 times head_dim": {"num_attention_heads": 2**31 - 2},
         "max_position_embeddings": {"max_position_embeddings": 2**31},
         "layer_types": {"layer_types": ["full_attention"] * 200_000},
     }

@@ -111,6 +111,25 @@ def test_numpy_functions_see_values_not_bytes() -> None:
     assert np.asarray(halves).tolist() == values.tolist()
 
 
+def test_plain_bytes_are_those_of_every_type() -> None:
+    """For who asks for bytes, not for numbers."""
+    stored = bytes(range(36))
+    assert b"".join([Tensor(stored, "Q4_0", (2, 32))]) == stored  # type: ignore[list-item]
+    with pytest.raises(BufferError, match="Q4_0"):
+        np.frombuffer(Tensor(stored, "Q4_0", (2, 32)), np.uint8)  # type: ignore[call-overload]
+
+
+def test_equal_is_equal_to_the_byte() -> None:
+    tensor = Tensor(bytes(8), "F16", (2, 2))
+    assert tensor.equals(Tensor(bytearray(9), "F16", (2, 2), offset=0))
+    others = [Tensor(bytes(8), "BF16", (2, 2)), Tensor(bytes(8), "F16", (4,))]
+    others += [Tensor(bytes(8), "F16", (1, 4)), Tensor(bytes(7) + b"\1", "F16", (2, 2))]
+    assert not any(tensor.equals(other) for other in others)
+    assert Tensor(b"", "F16", (0,)).equals(Tensor(b"", "F16", (0,)))
+    with pytest.raises(TypeError, match="bytes is not a Tensor"):
+        tensor.equals(bytes(8))  # type: ignore[arg-type]
+
+
 def test_memory_lives_as_long_as_any_user() -> None:
     """Through a chain: file mapping, Tensor, NumPy array, DLPack consumer."""
 

@@ -1,7 +1,8 @@
 /* rksc._core: what is in the module, and what belongs to no object. Its state
  * is in state.c. */
+#include "model/layout.h"
+#include "model/quant.h"
 #include "py.h"
-
 #include "tensor.h"
 
 static PyObject *default_threads(PyObject *Py_UNUSED(module),
@@ -10,7 +11,27 @@ static PyObject *default_threads(PyObject *Py_UNUSED(module),
     return PyLong_FromLong(rk_cpu_default_threads());
 }
 
+static PyObject *check_weights(PyObject *module, PyObject *args,
+                               PyObject *kwargs)
+{
+    static char *keywords[] = {"weights", "config", NULL};
+    const rk_state *state = PyModule_GetState(module);
+    PyObject *weights, *config;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:check_weights", keywords,
+                                     &weights, &config) ||
+        rk_weights_check(weights, config, state->tensor_type) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
+    {"check_weights", (PyCFunction)(void (*)(void))check_weights,
+     METH_VARARGS | METH_KEYWORDS,
+     "check_weights(weights, config)\n--\n\n"
+     "ValueError unless names and shapes are those that the configuration "
+     "wants."},
     {"default_threads", default_threads, METH_NOARGS,
      "default_threads()\n--\n\n"
      "Threads that this process may use: CPU affinity, cgroup quota, "
@@ -37,7 +58,45 @@ static PyObject *supported_isas(void)
     return tuple;
 }
 
-/* Add a new reference (NULL: an exception is set) and keep it in *slot. */
+/* {name: (elements, bytes) of a block} */
+static PyObject *tensor_types(void)
+{
+    PyObject *types = PyDict_New();
+
+    for (int i = 0; types != NULL && i < RK_N_TYPES; i++) {
+        const rk_type_info *info = rk_type_get((rk_type)i);
+        PyObject *sizes = Py_BuildValue("(ii)", (int)info->block_elements,
+                                        (int)info->block_bytes);
+
+        if (sizes == NULL ||
+            PyDict_SetItemString(types, info->name, sizes) < 0) {
+            Py_CLEAR(types);
+        }
+        Py_XDECREF(sizes);
+    }
+    return types;
+}
+
+static PyObject *derived_names(void)
+{
+    PyObject *names = PyList_New(0), *tuple;
+
+    for (const char *const *name = rk_layout_derived;
+         names != NULL && *name != NULL; name++) {
+        PyObject *text = PyUnicode_FromString(*name);
+
+        if (text == NULL || PyList_Append(names, text) < 0) {
+            Py_CLEAR(names);
+        }
+        Py_XDECREF(text);
+    }
+    tuple = names != NULL ? PyList_AsTuple(names) : NULL;
+    Py_XDECREF(names);
+    return tuple;
+}
+
+/* Add a new reference (NULL: an exception is set) and keep it in *slot, where
+ * there is one. */
 static int add(PyObject *module, const char *name, PyObject **slot,
                PyObject *value)
 {
@@ -45,14 +104,17 @@ static int add(PyObject *module, const char *name, PyObject **slot,
         Py_XDECREF(value);
         return -1;
     }
-    *slot = value;
+    if (slot != NULL) {
+        *slot = value;
+    } else {
+        Py_DECREF(value);
+    }
     return 0;
 }
 
 static int module_exec(PyObject *module)
 {
     rk_state *state = PyModule_GetState(module);
-    PyObject *isas = NULL;
 
     if (rk_numpy_import() < 0 ||
         add(module, "CapacityError", &state->capacity_error,
@@ -71,10 +133,11 @@ static int module_exec(PyObject *module)
             rk_device_array_type_new(module)) < 0 ||
         add(module, "Session", &state->session_type,
             rk_session_type_new(module)) < 0 ||
-        add(module, "isas", &isas, supported_isas()) < 0) {
+        add(module, "isas", NULL, supported_isas()) < 0 ||
+        add(module, "tensor_types", NULL, tensor_types()) < 0 ||
+        add(module, "derived_names", NULL, derived_names()) < 0) {
         return -1;
     }
-    Py_DECREF(isas); /* the module keeps it */
     return 0;
 }
 

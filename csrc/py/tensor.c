@@ -117,7 +117,7 @@ static int measure(tensor_object *self)
     return 0;
 }
 
-static int place(tensor_object *self, int64_t offset)
+static int find_data(tensor_object *self, int64_t offset)
 {
     const rk_type_info *info = rk_type_get(self->type);
     int64_t length = self->buffer.len;
@@ -171,7 +171,7 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args,
     self->type = info->type;
     if (read_shape(self, shape) < 0 || measure(self) < 0 ||
         PyObject_GetBuffer(exporter, &self->buffer, PyBUF_SIMPLE) < 0 ||
-        place(self, offset) < 0) {
+        find_data(self, offset) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -311,8 +311,9 @@ void rk_tensor_strides(int64_t *strides, const rk_tensor_view *view)
     }
 }
 
-/* Only the types that Python's buffer formats can say; the raw bytes of the
- * others would pass for numbers. */
+/* Bytes for who asks for no more (PyBUF_SIMPLE: file.write). With format
+ * or shape only the types that Python's buffer formats can say; the raw bytes
+ * of the others would pass for numbers. */
 static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
 {
     const rk_type_info *info = rk_type_get(self->type);
@@ -321,7 +322,8 @@ static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
     Py_ssize_t *dims;
 
     view->obj = NULL;
-    if (self->type != RK_F32 && self->type != RK_F16) {
+    if ((flags & (PyBUF_FORMAT | PyBUF_ND)) && self->type != RK_F32 &&
+        self->type != RK_F16) {
         PyErr_Format(PyExc_BufferError,
                      "the buffer protocol has no %s; use Tensor.numpy() for "
                      "float32 values",
@@ -477,6 +479,26 @@ static PyObject *tensor_array(tensor_object *self, PyObject *args,
     return cast;
 }
 
+static PyObject *tensor_equals(tensor_object *self, PyObject *with)
+{
+    const tensor_object *other = (tensor_object *)with;
+    bool equal;
+
+    if (Py_TYPE(with) != Py_TYPE(self)) {
+        return PyErr_Format(PyExc_TypeError, "equals: %s is not a Tensor",
+                            Py_TYPE(with)->tp_name);
+    }
+    equal = self->type == other->type && self->n_dims == other->n_dims &&
+            memcmp(self->shape, other->shape,
+                   (size_t)self->n_dims * sizeof *self->shape) == 0;
+    if (equal && self->n_bytes > 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        equal = memcmp(self->data, other->data, (size_t)self->n_bytes) == 0;
+        Py_END_ALLOW_THREADS;
+    }
+    return PyBool_FromLong(equal);
+}
+
 /* ---- DLPack ------------------------------------------------------------- */
 
 _Static_assert(RK_TENSOR_MAX_DIMS <= RK_LEND_MAX_DIMS, "a capsule holds them");
@@ -592,6 +614,8 @@ static PyMethodDef METHODS[] = {
      "numpy()\n--\n\n"
      "The values as a float32 array: a view of F32 memory, for other types a "
      "converted copy."},
+    {"equals", (PyCFunction)tensor_equals, METH_O,
+     "equals(other)\n--\n\nAre type, shape and all bytes the same?"},
     {"__array__", (PyCFunction)(void (*)(void))tensor_array,
      METH_VARARGS | METH_KEYWORDS,
      "__array__(dtype=None, copy=None)\n--\n\nnumpy(), cast to dtype."},

@@ -215,7 +215,7 @@ static bool fits(const entry *e, const rk_strided *from)
 }
 
 /* Room for a copy where one is needed. */
-static int place(rk_weights *w, entry *e)
+static int make_room(rk_weights *w, entry *e)
 {
     rk_strided from = rk_borrowed_strided(&e->lent);
     int64_t bytes = rk_type_bytes(e->target, from.rows * from.cols);
@@ -293,7 +293,7 @@ static int convert_all(rk_weights *w, bool (*takes)(rk_type))
         if (matrix && takes(e->lent.type)) {
             e->target = e->lent.type;
         }
-        if (place(w, e) < 0) {
+        if (make_room(w, e) < 0) {
             return -1;
         }
         if (e->copy != NULL && convert_now(w, e) < 0) {
@@ -327,64 +327,83 @@ static void fill_model(rk_weights *w)
     w->model.layers = w->layers;
 }
 
+/* All tensors of `mapping`, checked; NULL with an exception. */
+static rk_weights *borrow_model(PyObject *mapping, PyObject *config,
+                                rk_cuda *cuda, PyObject *tensor_type)
+{
+    rk_weights *w = PyMem_RawCalloc(1, sizeof *w);
+    PyObject *names = NULL;
+    int32_t n_layers;
+    int failed = -1;
+
+    if (w == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    w->cuda = cuda;
+    if (rk_config_read(&w->model.config, &w->inv_freq, config) < 0) {
+        goto done;
+    }
+    n_layers = w->model.config.n_layers;
+    names = rk_borrow_names(mapping);
+    if (names == NULL) {
+        goto done;
+    }
+    if (n_layers > PyDict_GET_SIZE(names)) { /* before a table of them */
+        PyErr_Format(PyExc_ValueError,
+                     "%zd tensors cannot be %d layers (num_hidden_layers)",
+                     PyDict_GET_SIZE(names), (int)n_layers);
+        goto done;
+    }
+    w->layers = PyMem_RawCalloc((size_t)n_layers, sizeof *w->layers);
+    w->entries = PyMem_RawCalloc(rk_layout_count(n_layers), sizeof *w->entries);
+    if (w->layers == NULL || w->entries == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    w->n_entries = rk_layout_count(n_layers);
+    failed = borrow_all(w, mapping, names, config, tensor_type);
+
+done:
+    Py_XDECREF(names);
+    if (failed) {
+        rk_weights_free(w);
+        w = NULL;
+    }
+    return w;
+}
+
+int rk_weights_check(PyObject *mapping, PyObject *config, PyObject *tensor_type)
+{
+    rk_weights *w = borrow_model(mapping, config, NULL, tensor_type);
+
+    rk_weights_free(w);
+    return w != NULL ? 0 : -1;
+}
+
 int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
                     int compute, bool (*takes)(rk_type), rk_cuda *cuda,
                     int n_threads, PyObject *tensor_type)
 {
-    rk_weights *w = PyMem_RawCalloc(1, sizeof *w);
-    PyObject *names = NULL;
-    size_t n_layers, n_entries;
+    rk_weights *w = borrow_model(mapping, config, cuda, tensor_type);
 
     *out = NULL;
     if (w == NULL) {
-        PyErr_NoMemory();
         return -1;
     }
-    w->n_threads = n_threads;
-    w->cuda = cuda;
-    if (rk_config_read(&w->model.config, &w->inv_freq, config) < 0) {
-        goto fail;
-    }
-    names = rk_borrow_names(mapping);
-    if (names == NULL) {
-        goto fail;
-    }
-    n_layers = (size_t)w->model.config.n_layers;
-    if (n_layers >
-        (size_t)PyDict_GET_SIZE(names)) { /* before a table of them */
-        PyErr_Format(PyExc_ValueError,
-                     "%zd tensors cannot be %zu layers (num_hidden_layers)",
-                     PyDict_GET_SIZE(names), n_layers);
-        goto fail;
-    }
-    w->layers = PyMem_RawCalloc(n_layers, sizeof *w->layers);
-    n_entries = rk_layout_count(w->model.config.n_layers);
-    w->entries = PyMem_RawCalloc(n_entries, sizeof *w->entries);
-    if (w->layers == NULL || w->entries == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    w->n_entries = n_entries;
-    if (borrow_all(w, mapping, names, config, tensor_type) < 0) {
-        goto fail;
-    }
-    Py_CLEAR(names);
     if (compute < 0) {
         compute = w->entries[RK_LAYOUT_EMBEDDING].lent.type == RK_BF16 ? RK_BF16
                                                                        : RK_F32;
     }
     w->model.compute = (rk_type)compute;
+    w->n_threads = n_threads;
     if (convert_all(w, takes) < 0) {
-        goto fail;
+        rk_weights_free(w);
+        return -1;
     }
     fill_model(w);
     *out = w;
     return 0;
-
-fail:
-    Py_XDECREF(names);
-    rk_weights_free(w);
-    return -1;
 }
 
 void rk_weights_free(rk_weights *weights)

@@ -21,6 +21,11 @@ int rk_weights_bind(rk_weights **out, PyObject *mapping, PyObject *config,
                     int compute, bool (*takes)(rk_type), rk_cuda *cuda,
                     int n_threads, PyObject *tensor_type);
 
+/* Are the names and shapes of `mapping` those that `config` wants? 0, or -1
+ * with an exception that names the tensor, as rk_weights_bind would raise. */
+int rk_weights_check(PyObject *mapping, PyObject *config,
+                     PyObject *tensor_type);
+
 /* Gives all tensors back. Needs the GIL; takes NULL. */
 void rk_weights_free(rk_weights *weights);
 

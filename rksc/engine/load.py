@@ -15,19 +15,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .._core import Tensor
+from .._core import Tensor, check_weights, derived_names
 from ..formats.files import contents, opened, read_json, reading, what_is
 from ..formats.gguf import GGUF, MAGIC, read_gguf
 from ..formats.safetensors import read_folder
-from ..formats.stored import Stored
 from ..model.config import ModelConfig, from_gguf, from_hf
-from ..model.names import EMBEDDING, HEAD, check_wrapped, expected_shapes, from_gguf_name
+from ..model.names import EMBEDDING, HEAD, check_wrapped, from_gguf_name
 from ..text.ends import folder_ends
 from ..text.tokenizer import Tokenizer
 from .session import BranchSession
-
-# Left over in old checkpoints: values that the configuration implies.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.(rotary_emb\.inv_freq|bias|masked_bias)")
 
 
 class Model:
@@ -167,15 +163,16 @@ def _way_out(name: str) -> str:
 def _load_folder(folder: Path) -> Parts:
     with reading(folder):
         config = _folder_config(folder)
-        stored = {k: v for k, v in read_folder(folder).items() if not _DERIVED.fullmatch(k)}
-        config = _check_head(stored, config, folder)
-        _check_weights(stored, config)
+        weights = read_folder(folder, but=derived_names)
+        config = _settle_head(weights, config, folder)
+        check_wrapped(weights)
+        check_weights(weights, config)
 
     def tokenizer() -> Tokenizer:
         with reading(folder):
             return Tokenizer.from_folder(folder)
 
-    return {name: s.tensor() for name, s in stored.items()}, config, tokenizer
+    return weights, config, tokenizer
 
 
 def _folder_config(folder: Path) -> ModelConfig:
@@ -194,35 +191,37 @@ def _load_gguf(path: Path) -> Parts:
     file = read_gguf(path)
     with reading(path):
         config = from_gguf(file.metadata, _rope_factors(file))
-        stored = {
+        weights = {
             _hf_name(name): tensor
             for name, tensor in file.tensors.items()
             if name != "rope_freqs.weight"
         }
         config = replace(
             config,
-            tied=HEAD not in stored,
-            qkv_bias=config.qkv_bias or any(name.endswith("q_proj.bias") for name in stored),
+            tied=HEAD not in weights,
+            qkv_bias=config.qkv_bias or any(name.endswith("q_proj.bias") for name in weights),
             output_bias=config.architecture == "llama"
-            and any(name.endswith("o_proj.bias") for name in stored),
+            and any(name.endswith("o_proj.bias") for name in weights),
         )
-        _check_weights(stored, config)
+        check_weights(weights, config)  # which calls tensors as the file does
+    for name, tensor in weights.items():
+        tensor.name = name
     metadata = file.metadata
 
     def tokenizer() -> Tokenizer:
         with reading(path):
             return Tokenizer.from_gguf(metadata, path)
 
-    return {name: s.tensor(name) for name, s in stored.items()}, config, tokenizer
+    return weights, config, tokenizer
 
 
 def _rope_factors(file: GGUF) -> NDArray[np.float32] | None:
-    stored = file.tensors.get("rope_freqs.weight")
-    if stored is None:
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is None:
         return None
-    if stored.type != "F32" or len(stored.shape) != 1:
-        raise ValueError(f"rope_freqs.weight must be a row of F32, not {stored.type}")
-    return stored.tensor().numpy()
+    if factors.type != "F32" or len(factors.shape) != 1:
+        raise ValueError(f"rope_freqs.weight must be a row of F32, not {factors.type}")
+    return factors.numpy()
 
 
 def _hf_name(name: str) -> str:
@@ -232,19 +231,15 @@ def _hf_name(name: str) -> str:
     return found
 
 
-# ---- which tensors a model must have ------------------------------------------------------
-
-
-def _check_head(stored: dict[str, Stored], config: ModelConfig, folder: Path) -> ModelConfig:
-    """Settle a tied head: an equal copy is dropped, a different one is used after all.
+def _settle_head(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> ModelConfig:
+    """A tied head's equal copy is dropped; a different one is used after all.
 
     The second is a contradiction in the folder; transformers 5 resolves it likewise.
     """
-    if not config.tied or HEAD not in stored or EMBEDDING not in stored:
+    if not config.tied or HEAD not in weights or EMBEDDING not in weights:
         return config
-    head, embedding = stored[HEAD], stored[EMBEDDING]
-    if head.equals(embedding):
-        del stored[HEAD]
+    if weights[HEAD].equals(weights[EMBEDDING]):
+        del weights[HEAD]
         return config
     warnings.warn(
         f"{folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}: "
@@ -252,26 +247,3 @@ def _check_head(stored: dict[str, Stored], config: ModelConfig, folder: Path) ->
         stacklevel=5,
     )
     return replace(config, tied=False)
-
-
-def _check_weights(stored: Mapping[str, Stored], config: ModelConfig) -> None:
-    """Every tensor that the configuration asks for is there with its shape; no other is."""
-    if config.n_layers > len(stored):  # before a table of a crafted number of layers
-        raise ValueError(f"{len(stored)} tensors cannot be {config.n_layers} layers")
-    check_wrapped(stored)
-    shapes = expected_shapes(config)
-    for name, shape in shapes.items():
-        if name not in stored:
-            hint = " (and tie_word_embeddings is false)" if name == HEAD else ""
-            raise ValueError(f"tensor {name} is missing{hint}")
-        if stored[name].shape != shape:
-            raise ValueError(
-                f"{stored[name].path}: tensor {stored[name].name} has shape "
-                f"{stored[name].shape}, expected {shape}"
-            )
-    for name, tensor in stored.items():
-        if name not in shapes:
-            raise ValueError(
-                f"{tensor.path}: tensor {tensor.name} has no place in this "
-                f"{config.architecture} of {config.n_layers} layers"
-            )

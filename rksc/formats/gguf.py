@@ -7,31 +7,30 @@ tensors must follow each other without overlap or hole, and the data are mapped,
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .._core import Tensor, tensor_types
 from ..scalars import as_int
 from .fields import Fields
 from .files import CUT_SHORT, map_file, plain, reading, shown, what_is
-from .stored import Stored
+from .tensors import tensor_of
 
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 
-# id: name, elements and bytes of a block
 _TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
-    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    0: "F32", 1: "F16", 30: "BF16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
 }  # fmt: skip
 
 # What the `gguf` package can turn into float32 where it is installed.
@@ -50,7 +49,7 @@ class GGUF:
     """Metadata (int, float, bool, str, list of str, or array) and tensors by name."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, Tensor]
 
 
 def read_gguf(path: str | Path) -> GGUF:
@@ -65,16 +64,17 @@ def read_gguf(path: str | Path) -> GGUF:
         count = Fields(first.metadata).integer("split.count", default=1)
         paths: Iterable[Path] = [path] if count in (0, 1) else _shard_paths(path, count)
     shards: list[GGUF] = []
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, Tensor] = {}
+    found: dict[str, Path] = {}
     for i, shard_path in enumerate(paths):
         with reading(shard_path):
             shards.append(first if shard_path == path else _read_shard(shard_path, count))
             if count > 1:
                 _check_shard(shards[i], shards[0], i, count)
-            for name, stored in shards[i].tensors.items():
+            for name, tensor in shards[i].tensors.items():
                 if name in tensors:
-                    raise ValueError(f"tensor {name} is also in {tensors[name].path}")
-                tensors[name] = _with_known_type(stored)
+                    raise ValueError(f"tensor {name} is also in {found[name]}")
+                tensors[name], found[name] = tensor, shard_path
     with reading(path):
         keys = Fields(shards[0].metadata)
         expected = keys.integer("split.tensors.count", default=len(tensors))
@@ -186,10 +186,10 @@ class _Cursor:
 
 def _read_one(path: Path) -> GGUF:
     with reading(path):
-        return _parse(path, _Cursor(map_file(path)))
+        return _parse(_Cursor(map_file(path)))
 
 
-def _parse(path: Path, cursor: _Cursor) -> GGUF:
+def _parse(cursor: _Cursor) -> GGUF:
     magic = bytes(cursor.data[cursor.take(4) : 4])
     if magic != MAGIC:
         other = what_is(bytes(cursor.data[:64]))
@@ -212,11 +212,10 @@ def _parse(path: Path, cursor: _Cursor) -> GGUF:
         raise ValueError(
             f"general.alignment {shown(alignment)} is not a power of two from 8 to 65536"
         )
-    tensors = _read_tensors(path, cursor, n_tensors, alignment)
-    return GGUF(metadata, tensors)
+    return GGUF(metadata, _read_tensors(cursor, n_tensors, alignment))
 
 
-def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, Stored]:
+def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, Tensor]:
     spans = []
     names: set[str] = set()
     for i in range(n_tensors):
@@ -237,10 +236,9 @@ def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -
         spans.append((offset, n_bytes, name, type_name, shape))
     start = -(-cursor.at // alignment) * alignment
     body = cursor.data[min(start, len(cursor.data)) :]
-    tensors: dict[str, Stored] = {}
     done, before = 0, "the header"
     whole = max((offset + n_bytes for offset, n_bytes, *_ in spans), default=0)
-    for offset, n_bytes, name, type_name, shape in sorted(spans):
+    for offset, n_bytes, name, *_ in sorted(spans):
         cursor.what = f"tensor {name}"
         if offset != -(-done // alignment) * alignment:
             kind = "overlaps with" if offset < done else "leaves a hole after"
@@ -252,15 +250,20 @@ def _read_tensors(path: Path, cursor: _Cursor, n_tensors: int, alignment: int) -
                 f"tensors take a file of {start + whole} bytes, this one has {len(cursor.data)}; "
                 f"{CUT_SHORT}"
             )
-        tensors[name] = Stored(path, name, type_name, shape, body[offset:done])
     if len(body) > -(-done // alignment) * alignment:
         raise ValueError(f"{len(body) - done} bytes after the last tensor, {before}")
-    return {name: tensors[name] for _, _, name, _, _ in spans}
+    return {
+        name: _tensor(name, type_name, shape, body[offset : offset + n_bytes])
+        for offset, n_bytes, name, type_name, shape in spans
+    }
 
 
 def _measure(cursor: _Cursor, kind: int, shape: tuple[int, ...]) -> tuple[str, int]:
     """Type name and bytes of a tensor; Python's integers cannot wrap."""
-    name, block, block_bytes = _TYPES.get(kind) or _rare_type(cursor, kind)
+    name = _TYPES.get(kind) or _RARE.get(kind)
+    if name is None:
+        raise cursor.fail(f"tensor type {kind} is unknown or not supported for weights")
+    block, block_bytes = tensor_types.get(name) or _rare_sizes(cursor, name)
     if any(size == 0 for size in shape):
         raise cursor.fail(f"shape {shape} has a dimension of 0")
     if shape[-1] % block:
@@ -273,10 +276,7 @@ def _measure(cursor: _Cursor, kind: int, shape: tuple[int, ...]) -> tuple[str, i
     return name, elements // block * block_bytes
 
 
-def _rare_type(cursor: _Cursor, kind: int) -> tuple[str, int, int]:
-    name = _RARE.get(kind)
-    if name is None:
-        raise cursor.fail(f"tensor type {kind} is unknown or not supported for weights")
+def _rare_sizes(cursor: _Cursor, name: str) -> tuple[int, int]:
     try:
         import gguf
     except ImportError:
@@ -285,18 +285,17 @@ def _rare_type(cursor: _Cursor, kind: int) -> tuple[str, int, int]:
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     except KeyError:
         raise cursor.fail(f"type {name} needs a newer gguf package") from None
-    return name, int(block), int(block_bytes)
+    return int(block), int(block_bytes)
 
 
-def _with_known_type(stored: Stored) -> Stored:
-    """`stored`, converted to F32 by the gguf package where rksc has no code of its own."""
-    if stored.type not in _RARE.values():
-        return stored
+def _tensor(name: str, type: str, shape: tuple[int, ...], raw: memoryview) -> Tensor:
+    """Converted to F32 by the gguf package where rksc has no code of its own."""
+    if type in tensor_types:
+        return tensor_of(name, type, shape, raw)
     import gguf
 
-    kind = gguf.GGMLQuantizationType[stored.type]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows = np.frombuffer(stored.raw, np.uint8).reshape(-1, stored.shape[-1] // block * block_bytes)
-    with reading(f"tensor {stored.name}"):
-        values = np.ascontiguousarray(gguf.dequantize(rows, kind), np.float32)
-    return replace(stored, type="F32", raw=memoryview(values.data).cast("B"))
+    with reading(f"tensor {name}"):
+        rows = np.frombuffer(raw, np.uint8).reshape(math.prod(shape[:-1]), -1)
+        values = gguf.dequantize(rows, gguf.GGMLQuantizationType[type])
+    dense = memoryview(np.ascontiguousarray(values, np.float32).data).cast("B")
+    return tensor_of(name, "F32", shape, dense)

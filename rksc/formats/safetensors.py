@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .._core import Tensor
 from .files import CUT_SHORT, contents, map_file, parse_json, read_json, reading, shown, what_is
-from .stored import Stored
+from .tensors import tensor_of
 
 _HEADER_LIMIT = 100 << 20  # the format's own
 _DIMS_LIMIT = 8
@@ -25,21 +26,22 @@ _BITS = {
 }  # fmt: skip
 
 
-def read_safetensors(path: str | Path) -> dict[str, Stored]:
-    """All tensors of one file by name, in the header's order.
+def read_safetensors(path: str | Path, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """All tensors of one file by name, in the header's order; `but` those whose names end so.
 
     ValueError, naming file and tensor, for a truncated file, a span that is not what shape
-    and dtype need, overlaps, holes, trailing bytes, repeated names or a malformed header.
+    and dtype need, overlaps, holes, trailing bytes, repeated names, a malformed header or a
+    dtype that no weight has.
     """
     path = Path(path)
     with reading(path):
-        return _read_one(path, map_file(path))
+        return _read_one(map_file(path), but)
 
 
-def _read_one(path: Path, data: memoryview) -> dict[str, Stored]:
+def _read_one(data: memoryview, but: tuple[str, ...]) -> dict[str, Tensor]:
     header, body = _cut(data)
     spans: list[tuple[int, int, str]] = []
-    tensors: dict[str, Stored] = {}
+    found: list[tuple[str, str, tuple[int, ...], memoryview]] = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -50,9 +52,9 @@ def _read_one(path: Path, data: memoryview) -> dict[str, Stored]:
                 f"data at {len(body)}; {CUT_SHORT}"
             )
         spans.append((start, end, name))
-        tensors[name] = Stored(path, name, dtype, shape, body[start:end])
+        found.append((name, dtype, shape, body[start:end]))
     _check_cover(spans, len(body))
-    return tensors
+    return {each[0]: tensor_of(*each) for each in found if not each[0].endswith(but)}
 
 
 def _cut(data: memoryview) -> tuple[dict[str, Any], memoryview]:
@@ -116,12 +118,12 @@ def _check_cover(spans: Iterable[tuple[int, int, str]], n_bytes: int) -> None:
         raise ValueError(f"{n_bytes - done} bytes after the last tensor, {before}")
 
 
-def read_folder(folder: str | Path) -> dict[str, Stored]:
+def read_folder(folder: str | Path, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """All tensors of `model.safetensors`, or of the shards that its index names."""
     folder = Path(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
-        return read_safetensors(single)
+        return read_safetensors(single, but)
     if not index.exists():
         raise ValueError(
             f"{folder}: neither model.safetensors nor {index.name} is there; the folder has "
@@ -135,14 +137,15 @@ def read_folder(folder: str | Path) -> dict[str, Stored]:
             f"{folder}: {len(missing)} shards named by {index.name} are missing, the first "
             f"{missing[0]}"
         )
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, Tensor] = {}
+    found: dict[str, str] = {}
     for file in dict.fromkeys(where.values()):
-        for name, stored in read_safetensors(folder / file).items():
-            if name in tensors:
-                raise ValueError(f"{stored.path}: tensor {name} is also in {tensors[name].path}")
-            tensors[name] = stored
+        for name, tensor in read_safetensors(folder / file, but).items():
+            if name in found:
+                raise ValueError(f"{folder / file}: tensor {name} is also in {found[name]}")
+            tensors[name], found[name] = tensor, file
     for name, file in where.items():
-        if name not in tensors or tensors[name].path.name != file:
+        if found.get(name) != file and not name.endswith(but):
             raise ValueError(
                 f"{folder / file}: tensor {name} is missing, though {index.name} names it"
             )

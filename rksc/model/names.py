@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..formats.files import shown
-from .config import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -80,35 +79,3 @@ def check_vocabulary(weights: Any, vocab_size: int) -> None:
                 f"{name} has shape {tuple(shape)}, the configuration wants {vocab_size} rows "
                 "(vocab_size)"
             )
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name of all tensors of a model."""
-    width, ffn = config.width, config.ffn_width
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
-    for i in range(config.n_layers):
-        layer = f"model.layers.{i}."
-        shapes |= {
-            layer + "input_layernorm.weight": (width,),
-            layer + "self_attn.q_proj.weight": (q, width),
-            layer + "self_attn.k_proj.weight": (kv, width),
-            layer + "self_attn.v_proj.weight": (kv, width),
-            layer + "self_attn.o_proj.weight": (width, q),
-            layer + "post_attention_layernorm.weight": (width,),
-            layer + "mlp.gate_proj.weight": (ffn, width),
-            layer + "mlp.up_proj.weight": (ffn, width),
-            layer + "mlp.down_proj.weight": (width, ffn),
-        }
-        if config.qkv_bias:
-            shapes |= {
-                layer + "self_attn.q_proj.bias": (q,),
-                layer + "self_attn.k_proj.bias": (kv,),
-                layer + "self_attn.v_proj.bias": (kv,),
-            }
-        if config.output_bias:
-            shapes[layer + "self_attn.o_proj.bias"] = (width,)
-    shapes["model.norm.weight"] = (width,)
-    if not config.tied:
-        shapes[HEAD] = (config.vocab_size, width)
-    return shapes
