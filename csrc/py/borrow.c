@@ -8,7 +8,6 @@
 
 #include "model/quant.h"
 #include "py.h"
-#include "tensor.h"
 
 /* ---- asking the producer ------------------------------------------------- */
 
@@ -227,7 +226,7 @@ static int judge_layout(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
                      "%U: the producer's capsule has no shape", name);
         return -1;
     }
-    if (dl->ndim > RK_BORROWED_MAX_DIMS) {
+    if (dl->ndim > RK_TENSOR_MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%U has %d dimensions", name,
                      (int)dl->ndim);
         return -1;
@@ -311,22 +310,15 @@ static int take_legacy(rk_borrowed *lent, PyObject *capsule, PyObject *name,
     return 0;
 }
 
-static int take_tensor(rk_borrowed *lent, PyObject *tensor, PyObject *name)
+static int take_tensor(rk_borrowed *lent, PyObject *tensor)
 {
-    rk_tensor_view view;
+    const rk_tensor_view *view = rk_tensor_look(tensor);
 
-    rk_tensor_look(tensor, &view);
-    if (view.n_dims > RK_BORROWED_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "%U has %d dimensions", name,
-                     view.n_dims);
-        return -1;
-    }
-    lent->data = view.data;
-    lent->name = view.name;
-    lent->type = view.type;
-    lent->n_dims = view.n_dims;
-    memcpy(lent->shape, view.shape, (size_t)view.n_dims * sizeof *view.shape);
-    rk_tensor_strides(lent->strides, &view);
+    lent->data = view->data;
+    lent->type = view->type;
+    lent->n_dims = view->n_dims;
+    memcpy(lent->shape, view->shape, sizeof lent->shape);
+    rk_tensor_strides(lent->strides, view);
     Py_INCREF(tensor);
     lent->tensor = tensor;
     return 0;
@@ -340,7 +332,7 @@ int rk_borrowed_take(rk_borrowed *lent, PyObject *producer, PyObject *name,
 
     *lent = (rk_borrowed){0};
     if (rk_tensor_check(producer, tensor_type)) {
-        return take_tensor(lent, producer, name);
+        return take_tensor(lent, producer);
     }
     capsule = ask(producer, name, cuda);
     if (capsule == NULL) {

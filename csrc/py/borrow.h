@@ -10,22 +10,20 @@
 
 #include "backend.h"
 #include "dense.h"
+#include "tensor.h"
 
 #include <dlpack/dlpack.h>
-
-#define RK_BORROWED_MAX_DIMS 8
 
 /* Valid until released; zeroed: nothing is lent. At most one of the last three
  * is set: who is told when we are done. */
 typedef struct rk_borrowed {
     const void *data; /* the first element, byte_offset included */
-    const char *name; /* what a rksc.Tensor is called, or NULL */
     bool on_gpu;      /* `data` is an address of the session's GPU */
     rk_type type;
     int n_dims;
-    int64_t shape[RK_BORROWED_MAX_DIMS];
+    int64_t shape[RK_TENSOR_MAX_DIMS];
     int64_t
-        strides[RK_BORROWED_MAX_DIMS]; /* elements; of no use in block types */
+        strides[RK_TENSOR_MAX_DIMS]; /* elements; of no use in block types */
     DLManagedTensorVersioned *versioned;
     DLManagedTensor *legacy;
     PyObject *tensor; /* strong */

@@ -9,6 +9,7 @@
 
 #include "lend.h"
 #include "model/quant.h"
+#include "py.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -23,11 +24,7 @@
 typedef struct tensor_object {
     PyObject_HEAD PyObject *weak_references;
     Py_buffer buffer; /* buffer.obj is NULL until the export is held */
-    const uint8_t *data;
-    rk_type type;
-    int n_dims;
-    int64_t shape[RK_TENSOR_MAX_DIMS];
-    int64_t n_elements, n_bytes;
+    rk_tensor_view view;
     PyObject *name; /* exact str or NULL */
 } tensor_object;
 
@@ -71,11 +68,11 @@ static int read_shape(tensor_object *self, PyObject *shape)
     }
     for (Py_ssize_t i = 0; i < n; i++) {
         if (read_size(PySequence_Fast_GET_ITEM(items, i), "a dimension",
-                      &self->shape[i]) < 0) {
+                      &self->view.shape[i]) < 0) {
             goto fail;
         }
     }
-    self->n_dims = (int)n;
+    self->view.n_dims = (int)n;
     Py_DECREF(items);
     return 0;
 
@@ -88,8 +85,9 @@ fail:
  */
 static int measure(tensor_object *self)
 {
-    const rk_type_info *info = rk_type_get(self->type);
-    int64_t last = self->n_dims > 0 ? self->shape[self->n_dims - 1] : 1;
+    const rk_type_info *info = rk_type_get(self->view.type);
+    int64_t last =
+        self->view.n_dims > 0 ? self->view.shape[self->view.n_dims - 1] : 1;
     int64_t n = 1;
 
     if (last % info->block_elements != 0) {
@@ -99,40 +97,40 @@ static int measure(tensor_object *self)
                      info->name, (int)info->block_elements, (long long)last);
         return -1;
     }
-    for (int i = 0; i < self->n_dims; i++) {
-        if (self->shape[i] == 0) {
+    for (int i = 0; i < self->view.n_dims; i++) {
+        if (self->view.shape[i] == 0) {
             n = 0;
         }
     }
-    for (int i = 0; n > 0 && i < self->n_dims; i++) {
-        if (self->shape[i] > INT64_MAX / 8 / n) {
+    for (int i = 0; n > 0 && i < self->view.n_dims; i++) {
+        if (self->view.shape[i] > INT64_MAX / 8 / n) {
             PyErr_SetString(PyExc_ValueError,
                             "Tensor: the shape's product does not fit 64 bits");
             return -1;
         }
-        n *= self->shape[i];
+        n *= self->view.shape[i];
     }
-    self->n_elements = n;
-    self->n_bytes = rk_type_bytes(self->type, n);
+    self->view.n_elements = n;
+    self->view.n_bytes = rk_type_bytes(self->view.type, n);
     return 0;
 }
 
 static int find_data(tensor_object *self, int64_t offset)
 {
-    const rk_type_info *info = rk_type_get(self->type);
+    const rk_type_info *info = rk_type_get(self->view.type);
     int64_t length = self->buffer.len;
 
-    if (offset > length || self->n_bytes > length - offset) {
+    if (offset > length || self->view.n_bytes > length - offset) {
         PyErr_Format(PyExc_ValueError,
                      "Tensor: %lld bytes of %s at offset %lld reach past the "
                      "buffer's %lld bytes",
-                     (long long)self->n_bytes, info->name, (long long)offset,
-                     (long long)length);
+                     (long long)self->view.n_bytes, info->name,
+                     (long long)offset, (long long)length);
         return -1;
     }
-    self->data = (const uint8_t *)self->buffer.buf + offset;
-    if (info->block_elements == 1 && self->n_elements > 0 &&
-        (uintptr_t)self->data % (uintptr_t)info->block_bytes != 0) {
+    self->view.data = (const char *)self->buffer.buf + offset;
+    if (info->block_elements == 1 && self->view.n_elements > 0 &&
+        (uintptr_t)self->view.data % (uintptr_t)info->block_bytes != 0) {
         PyErr_Format(PyExc_ValueError,
                      "Tensor: offset %lld leaves %s elements unaligned; copy "
                      "the bytes to an aligned buffer",
@@ -168,7 +166,7 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args,
     if (self == NULL) {
         return NULL;
     }
-    self->type = info->type;
+    self->view.type = info->type;
     if (read_shape(self, shape) < 0 || measure(self) < 0 ||
         PyObject_GetBuffer(exporter, &self->buffer, PyBUF_SIMPLE) < 0 ||
         find_data(self, offset) < 0) {
@@ -200,39 +198,27 @@ static void tensor_dealloc(tensor_object *self)
     Py_DECREF(type);
 }
 
-void rk_tensor_look(PyObject *tensor, rk_tensor_view *view)
+const rk_tensor_view *rk_tensor_look(PyObject *tensor)
 {
-    tensor_object *self = (tensor_object *)tensor;
-
-    *view = (rk_tensor_view){
-        .data = self->data,
-        .type = self->type,
-        .n_dims = self->n_dims,
-        .shape = self->shape,
-        .n_elements = self->n_elements,
-        .n_bytes = self->n_bytes,
-        .readonly = self->buffer.readonly,
-        /* A str keeps its UTF-8 form once made; the setter made it. */
-        .name = self->name != NULL ? PyUnicode_AsUTF8(self->name) : NULL,
-    };
+    return &((tensor_object *)tensor)->view;
 }
 
 /* ---- attributes -------------------------------------------------------- */
 
 static PyObject *tensor_get_type(tensor_object *self, void *Py_UNUSED(closure))
 {
-    return PyUnicode_FromString(rk_type_get(self->type)->name);
+    return PyUnicode_FromString(rk_type_get(self->view.type)->name);
 }
 
 static PyObject *tensor_get_shape(tensor_object *self, void *Py_UNUSED(closure))
 {
-    PyObject *shape = PyTuple_New(self->n_dims);
+    PyObject *shape = PyTuple_New(self->view.n_dims);
 
     if (shape == NULL) {
         return NULL;
     }
-    for (int i = 0; i < self->n_dims; i++) {
-        PyObject *dim = PyLong_FromLongLong(self->shape[i]);
+    for (int i = 0; i < self->view.n_dims; i++) {
+        PyObject *dim = PyLong_FromLongLong(self->view.shape[i]);
 
         if (dim == NULL) {
             Py_DECREF(shape);
@@ -241,12 +227,6 @@ static PyObject *tensor_get_shape(tensor_object *self, void *Py_UNUSED(closure))
         PyTuple_SET_ITEM(shape, i, dim);
     }
     return shape;
-}
-
-static PyObject *tensor_get_nbytes(tensor_object *self,
-                                   void *Py_UNUSED(closure))
-{
-    return PyLong_FromLongLong(self->n_bytes);
 }
 
 static PyObject *tensor_get_name(tensor_object *self, void *Py_UNUSED(closure))
@@ -260,39 +240,38 @@ static PyObject *tensor_get_name(tensor_object *self, void *Py_UNUSED(closure))
 static int tensor_set_name(tensor_object *self, PyObject *value,
                            void *Py_UNUSED(closure))
 {
-    PyObject *old = self->name;
+    const char *text = NULL;
 
     if (value == NULL || value == Py_None) {
-        self->name = NULL;
+        value = NULL;
     } else if (!PyUnicode_CheckExact(value)) {
         PyErr_Format(PyExc_TypeError,
                      "Tensor.name must be a str or None, not %s",
                      Py_TYPE(value)->tp_name);
         return -1;
-    } else if (PyUnicode_AsUTF8(value) == NULL) {
-        return -1;
     } else {
-        Py_INCREF(value);
-        self->name = value;
+        text = PyUnicode_AsUTF8(value); /* a str keeps it */
+        if (text == NULL) {
+            return -1;
+        }
     }
-    Py_XDECREF(old);
+    self->view.name = text;
+    Py_XINCREF(value);
+    Py_XSETREF(self->name, value);
     return 0;
 }
 
 static PyObject *tensor_repr(tensor_object *self)
 {
-    PyObject *shape = tensor_get_shape(self, NULL), *text = NULL;
-    const char *type = rk_type_get(self->type)->name;
+    PyObject *shape = tensor_get_shape(self, NULL), *text;
+    const char *name = self->view.name;
 
     if (shape == NULL) {
         return NULL;
     }
-    if (self->name != NULL) {
-        text = PyUnicode_FromFormat("<rksc.Tensor %U %s %R>", self->name, type,
-                                    shape);
-    } else {
-        text = PyUnicode_FromFormat("<rksc.Tensor %s %R>", type, shape);
-    }
+    text = PyUnicode_FromFormat(
+        "<rksc.Tensor %s%s%s %R>", name != NULL ? name : "",
+        name != NULL ? " " : "", rk_type_get(self->view.type)->name, shape);
     Py_DECREF(shape);
     return text;
 }
@@ -316,14 +295,13 @@ void rk_tensor_strides(int64_t *strides, const rk_tensor_view *view)
  * of the others would pass for numbers. */
 static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
 {
-    const rk_type_info *info = rk_type_get(self->type);
+    const rk_type_info *info = rk_type_get(self->view.type);
     int64_t strides[RK_TENSOR_MAX_DIMS];
-    rk_tensor_view whole;
     Py_ssize_t *dims;
 
     view->obj = NULL;
-    if ((flags & (PyBUF_FORMAT | PyBUF_ND)) && self->type != RK_F32 &&
-        self->type != RK_F16) {
+    if ((flags & (PyBUF_FORMAT | PyBUF_ND)) && self->view.type != RK_F32 &&
+        self->view.type != RK_F16) {
         PyErr_Format(PyExc_BufferError,
                      "the buffer protocol has no %s; use Tensor.numpy() for "
                      "float32 values",
@@ -335,7 +313,7 @@ static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
         return -1;
     }
     if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS &&
-        self->n_dims > 1) {
+        self->view.n_dims > 1) {
         PyErr_SetString(PyExc_BufferError, "a Tensor is row-major");
         return -1;
     }
@@ -344,23 +322,22 @@ static int tensor_getbuffer(tensor_object *self, Py_buffer *view, int flags)
         PyErr_NoMemory();
         return -1;
     }
-    rk_tensor_look((PyObject *)self, &whole);
-    rk_tensor_strides(strides, &whole);
-    for (int i = 0; i < self->n_dims; i++) {
-        dims[i] = (Py_ssize_t)self->shape[i];
+    rk_tensor_strides(strides, &self->view);
+    for (int i = 0; i < self->view.n_dims; i++) {
+        dims[i] = (Py_ssize_t)self->view.shape[i];
         dims[RK_TENSOR_MAX_DIMS + i] =
             (Py_ssize_t)strides[i] * info->block_bytes;
     }
     *view = (Py_buffer){
-        .buf = (void *)self->data,
-        .len = (Py_ssize_t)self->n_bytes,
+        .buf = (void *)self->view.data,
+        .len = (Py_ssize_t)self->view.n_bytes,
         .itemsize = info->block_bytes,
         .readonly = self->buffer.readonly,
-        .ndim = self->n_dims,
+        .ndim = self->view.n_dims,
         .internal = dims,
     };
     if (flags & PyBUF_FORMAT) {
-        view->format = self->type == RK_F32 ? "f" : "e";
+        view->format = self->view.type == RK_F32 ? "f" : "e";
     }
     if (flags & PyBUF_ND) {
         view->shape = dims;
@@ -382,68 +359,45 @@ static void tensor_releasebuffer(tensor_object *Py_UNUSED(self),
 /* All elements to `out` as float32; the GIL is given up meanwhile. */
 static int convert(tensor_object *self, float *out)
 {
-    const uint8_t *from = self->data;
+    const uint8_t *from = self->view.data;
 
-    for (int64_t done = 0; done < self->n_elements;) {
-        int64_t n = self->n_elements - done;
+    for (int64_t done = 0; done < self->view.n_elements;) {
+        int64_t n = self->view.n_elements - done;
         PyThreadState *thread;
 
         n = n < CONVERT_STEP ? n : CONVERT_STEP;
         thread = PyEval_SaveThread();
-        rk_dequantize(out + done, from, self->type, n);
+        rk_dequantize(out + done, from, self->view.type, n);
         PyEval_RestoreThread(thread);
         if (PyErr_CheckSignals() < 0) {
             return -1;
         }
         done += n;
-        from += rk_type_bytes(self->type, n);
+        from += rk_type_bytes(self->view.type, n);
     }
     return 0;
 }
 
-static PyObject *converted_array(tensor_object *self, PyObject *numpy)
-{
-    PyObject *shape = tensor_get_shape(self, NULL), *array = NULL;
-    Py_buffer view;
-    int failed;
-
-    if (shape == NULL) {
-        return NULL;
-    }
-    array = PyObject_CallMethod(numpy, "empty", "Os", shape, "float32");
-    Py_DECREF(shape);
-    if (array == NULL) {
-        return NULL;
-    }
-    if (PyObject_GetBuffer(array, &view, PyBUF_WRITABLE) < 0) {
-        Py_DECREF(array);
-        return NULL;
-    }
-    failed = convert(self, view.buf);
-    PyBuffer_Release(&view);
-    if (failed) {
-        Py_CLEAR(array);
-    }
-    return array;
-}
-
 static PyObject *tensor_numpy(tensor_object *self, PyObject *Py_UNUSED(unused))
 {
-    PyObject *numpy = PyImport_ImportModule("numpy"), *array;
+    PyObject *from, *with = NULL, *array = NULL;
+    float *values;
 
-    if (numpy == NULL) {
-        return NULL;
-    }
-    if (self->type == RK_F32) {
-        PyObject *view = PyMemoryView_FromObject((PyObject *)self);
-
-        array = view == NULL ? NULL
-                             : PyObject_CallMethod(numpy, "asarray", "O", view);
-        Py_XDECREF(view);
+    if (self->view.type == RK_F32) {
+        from = PyMemoryView_FromObject((PyObject *)self);
+        with = from != NULL ? PyImport_ImportModule("numpy") : NULL;
+        if (with != NULL) {
+            array = PyObject_CallMethod(with, "asarray", "O", from);
+        }
     } else {
-        array = converted_array(self, numpy);
+        from = rk_array_float32(self->view.n_elements, &values);
+        with = from != NULL ? tensor_get_shape(self, NULL) : NULL;
+        if (with != NULL && convert(self, values) == 0) {
+            array = PyObject_CallMethod(from, "reshape", "(O)", with);
+        }
     }
-    Py_DECREF(numpy);
+    Py_XDECREF(with);
+    Py_XDECREF(from);
     return array;
 }
 
@@ -458,23 +412,20 @@ static PyObject *tensor_array(tensor_object *self, PyObject *args,
                                      &dtype, &copy)) {
         return NULL;
     }
-    if (copy == Py_False && self->type != RK_F32) {
+    if (copy == Py_False && self->view.type != RK_F32) {
         return PyErr_Format(PyExc_ValueError,
                             "Tensor: %s cannot become float32 without a copy",
-                            rk_type_get(self->type)->name);
+                            rk_type_get(self->view.type)->name);
     }
     array = tensor_numpy(self, NULL);
     if (array == NULL) {
         return NULL;
     }
-    if (dtype == Py_None) {
-        if (copy != Py_True || self->type != RK_F32) {
-            return array;
-        }
-        cast = PyObject_CallMethod(array, "copy", NULL);
-    } else {
-        cast = PyObject_CallMethod(array, "astype", "O", dtype);
+    if (dtype == Py_None && (copy != Py_True || self->view.type != RK_F32)) {
+        return array;
     }
+    cast = dtype == Py_None ? PyObject_CallMethod(array, "copy", NULL)
+                            : PyObject_CallMethod(array, "astype", "O", dtype);
     Py_DECREF(array);
     return cast;
 }
@@ -488,12 +439,14 @@ static PyObject *tensor_equals(tensor_object *self, PyObject *with)
         return PyErr_Format(PyExc_TypeError, "equals: %s is not a Tensor",
                             Py_TYPE(with)->tp_name);
     }
-    equal = self->type == other->type && self->n_dims == other->n_dims &&
-            memcmp(self->shape, other->shape,
-                   (size_t)self->n_dims * sizeof *self->shape) == 0;
-    if (equal && self->n_bytes > 0) {
+    equal = self->view.type == other->view.type &&
+            self->view.n_dims == other->view.n_dims &&
+            memcmp(self->view.shape, other->view.shape,
+                   (size_t)self->view.n_dims * sizeof *self->view.shape) == 0;
+    if (equal && self->view.n_bytes > 0) {
         Py_BEGIN_ALLOW_THREADS;
-        equal = memcmp(self->data, other->data, (size_t)self->n_bytes) == 0;
+        equal = memcmp(self->view.data, other->view.data,
+                       (size_t)self->view.n_bytes) == 0;
         Py_END_ALLOW_THREADS;
     }
     return PyBool_FromLong(equal);
@@ -513,18 +466,15 @@ static PyObject *tensor_capsule(PyObject *tensor, bool versioned,
         [RK_BF16] = {kDLBfloat, 16, 1},
     };
     int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
-    rk_tensor_view view;
+    const rk_tensor_view *view = rk_tensor_look(tensor);
 
-    rk_tensor_look(tensor, &view);
-    for (int i = 0; i < view.n_dims; i++) {
-        shape[i] = view.shape[i];
-    }
-    rk_tensor_strides(strides, &view);
+    memcpy(shape, view->shape, sizeof shape);
+    rk_tensor_strides(strides, view);
     DLTensor dl = {
-        .data = view.n_elements > 0 ? (void *)view.data : NULL,
+        .data = view->n_elements > 0 ? (void *)view->data : NULL,
         .device = {kDLCPU, 0},
-        .ndim = view.n_dims,
-        .dtype = dtypes[view.type],
+        .ndim = view->n_dims,
+        .dtype = dtypes[view->type],
         .shape = shape,
         .strides = strides,
     };
@@ -535,14 +485,14 @@ static PyObject *tensor_capsule(PyObject *tensor, bool versioned,
 static PyObject *copied(PyObject *tensor)
 {
     PyObject *bytes, *shape, *copy = NULL;
-    rk_tensor_view view;
+    const rk_tensor_view *view = rk_tensor_look(tensor);
 
-    rk_tensor_look(tensor, &view);
-    bytes = PyByteArray_FromStringAndSize(view.data, (Py_ssize_t)view.n_bytes);
+    bytes =
+        PyByteArray_FromStringAndSize(view->data, (Py_ssize_t)view->n_bytes);
     shape = PyObject_GetAttrString(tensor, "shape");
     if (bytes != NULL && shape != NULL) {
         copy = PyObject_CallFunction((PyObject *)Py_TYPE(tensor), "OsO", bytes,
-                                     rk_type_get(view.type)->name, shape);
+                                     rk_type_get(view->type)->name, shape);
     }
     Py_XDECREF(bytes);
     Py_XDECREF(shape);
@@ -554,7 +504,7 @@ static PyObject *copied(PyObject *tensor)
 static PyObject *tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
 {
     rk_lend_request request;
-    rk_tensor_view view;
+    const rk_tensor_view *view = rk_tensor_look(tensor);
     uint64_t flags = 0;
     PyObject *capsule = NULL;
 
@@ -573,19 +523,20 @@ static PyObject *tensor_lend(PyObject *tensor, PyObject *args, PyObject *kwargs)
                         "dl_device (1, 0)");
         return NULL;
     }
-    rk_tensor_look(tensor, &view);
-    if (rk_type_get(view.type)->block_elements > 1) {
+    if (rk_type_get(view->type)->block_elements > 1) {
         return PyErr_Format(PyExc_BufferError,
                             "__dlpack__: DLPack has no type for %s blocks; use "
                             "Tensor.numpy() for float32 values",
-                            rk_type_get(view.type)->name);
+                            rk_type_get(view->type)->name);
     }
     if (request.copy) {
         tensor = copied(tensor);
         flags |= DLPACK_FLAG_BITMASK_IS_COPIED;
     } else {
         Py_INCREF(tensor);
-        flags |= view.readonly ? DLPACK_FLAG_BITMASK_READ_ONLY : 0;
+        flags |= ((tensor_object *)tensor)->buffer.readonly
+                     ? DLPACK_FLAG_BITMASK_READ_ONLY
+                     : 0;
     }
     if (tensor == NULL) {
         return NULL;
@@ -635,8 +586,6 @@ static PyGetSetDef ATTRIBUTES[] = {
      "The element type's name, such as \"BF16\" or \"Q4_K\".", NULL},
     {"shape", (getter)tensor_get_shape, NULL,
      "The number of elements along each dimension, row-major.", NULL},
-    {"nbytes", (getter)tensor_get_nbytes, NULL, "Bytes of the stored form.",
-     NULL},
     {"name", (getter)tensor_get_name, (setter)tensor_set_name,
      "What messages call the tensor: a str or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -647,6 +596,8 @@ static PyGetSetDef ATTRIBUTES[] = {
 static PyMemberDef MEMBERS[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(tensor_object, weak_references),
      READONLY, NULL},
+    {"nbytes", T_LONGLONG, offsetof(tensor_object, view.n_bytes), READONLY,
+     "Bytes of the stored form."},
     {NULL, 0, 0, 0, NULL},
 };
 

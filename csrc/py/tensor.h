@@ -14,17 +14,16 @@
 /* More dimensions than any weight has; a shape beyond is a ValueError. */
 #define RK_TENSOR_MAX_DIMS 8
 
-/* What the engine reads of a Tensor. Everything is borrowed from the object
- * and stays valid and unchanged as long as the object lives. */
+/* What the engine reads of a Tensor; stays as it is as long as the object
+ * lives, but for the name. */
 typedef struct rk_tensor_view {
     /* First byte; aligned to the element for plain types, blocks have none. */
     const void *data;
     rk_type type;
     int n_dims;
-    const int64_t *shape; /* (n_dims,) elements, row-major; the last dimension
-                             is a multiple of the type's block */
+    int64_t shape[RK_TENSOR_MAX_DIMS]; /* elements, row-major; the last one is a
+                                          multiple of the type's block */
     int64_t n_elements, n_bytes;
-    bool readonly;
     const char *name; /* UTF-8 or NULL */
 } rk_tensor_view;
 
@@ -41,7 +40,7 @@ static inline bool rk_tensor_check(PyObject *object, PyObject *type)
 /* Row-major strides in elements, (n_dims,), of what `view` shows. */
 void rk_tensor_strides(int64_t *strides, const rk_tensor_view *view);
 
-/* Look into `tensor`, for which rk_tensor_check must hold. Cannot fail. */
-void rk_tensor_look(PyObject *tensor, rk_tensor_view *view);
+/* Look into `tensor`, for which rk_tensor_check must hold. */
+const rk_tensor_view *rk_tensor_look(PyObject *tensor);
 
 #endif

@@ -17,6 +17,7 @@
 #include "model/layout.h"
 #include "model/quant.h"
 #include "py.h"
+#include "tensor.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -75,8 +76,9 @@ static PyObject *find_key(PyObject *names, const char *full)
 static int borrow(rk_weights *w, size_t i, PyObject *mapping, PyObject *names,
                   PyObject *tensor_type)
 {
-    entry *e = &w->entries[i];
+    rk_borrowed *lent = &w->entries[i].lent;
     char name[RK_LAYOUT_NAME];
+    const char *called = NULL;
     PyObject *key, *producer;
     rk_error err = {0};
     int failed = -1;
@@ -88,15 +90,17 @@ static int borrow(rk_weights *w, size_t i, PyObject *mapping, PyObject *names,
     }
     Py_INCREF(key);
     producer = PyObject_GetItem(mapping, key);
-    if (producer != NULL && PyDict_DelItem(names, key) == 0 &&
-        rk_borrowed_take(&e->lent, producer, key, tensor_type, w->cuda) == 0) {
-        e->present = true;
-        failed =
-            rk_layout_check_shape(&w->model.config, i,
-                                  e->lent.name != NULL ? e->lent.name : name,
-                                  e->lent.shape, e->lent.n_dims, &err) != RK_OK
-                ? raised(&err)
-                : 0;
+    if (producer != NULL && PyDict_DelItem(names, key) == 0) {
+        failed = rk_borrowed_take(lent, producer, key, tensor_type, w->cuda);
+    }
+    if (failed == 0 && lent->tensor != NULL) {
+        called = rk_tensor_look(lent->tensor)->name;
+    }
+    w->entries[i].present = failed == 0;
+    if (failed == 0 && rk_layout_check_shape(
+                           &w->model.config, i, called != NULL ? called : name,
+                           lent->shape, lent->n_dims, &err) != RK_OK) {
+        failed = raised(&err);
     }
     Py_XDECREF(producer);
     Py_DECREF(key);
