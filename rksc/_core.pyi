@@ -21,6 +21,9 @@ isas: tuple[str, ...]
 tensor_types: dict[str, tuple[int, int]]
 """Elements and bytes of a block of each type of tensor, by its name."""
 
+gguf_names: dict[str, str]
+"""Hugging Face's name of each tensor of a model of one layer, by GGUF's."""
+
 derived_names: tuple[str, ...]
 """How names of buffers end that old checkpoints carry and that a configuration implies."""
 

@@ -197,7 +197,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "formats": ("_core", "scalars"),
     "answers": ("formats",),
     "text": ("scalars", "formats"),
-    "model": ("scalars", "formats", "text"),
+    "model": ("_core", "scalars", "formats", "text"),
     "engine": ("_core", "scalars", "formats", "answers", "text", "model"),
     "reasoning": ("_core", "answers", "text", "engine"),
     "testing": ("_core", "answers", "engine", "reasoning"),

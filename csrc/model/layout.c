@@ -1,4 +1,5 @@
-/* A row for each tensor. Of a layer's names "model.layers.N." is left out. */
+/* A row for each tensor. Of a layer's names "model.layers.N.", in GGUF
+ * "blk.N.", is left out. */
 #include "layout.h"
 
 #include <inttypes.h>
@@ -9,7 +10,7 @@
 typedef enum dim { NONE, WIDTH, FFN, VOCAB, HEADS, KV } dim;
 
 typedef struct row {
-    const char *name;
+    const char *name, *gguf; /* Hugging Face's and GGUF's */
     size_t at; /* in rk_model or rk_layer: a rk_matrix, or of a vector its
                   pointer */
     dim dims[RK_LAYOUT_DIMS];
@@ -27,29 +28,41 @@ typedef struct row {
 
 /* clang-format off */
 static const row OF_MODEL[] = {
-    [RK_LAYOUT_EMBEDDING] = {
-     "model.embed_tokens.weight", MODEL(embedding),  {VOCAB, WIDTH}, ALWAYS},
-    [RK_LAYOUT_NORM] = {
-     "model.norm.weight",        MODEL(norm),        {WIDTH},        ALWAYS},
-    [RK_LAYOUT_HEAD] = {
-     "lm_head.weight",           MODEL(head),        {VOCAB, WIDTH}, NOT_TIED},
+    [RK_LAYOUT_EMBEDDING] = {"model.embed_tokens.weight", "token_embd.weight",
+     MODEL(embedding), {VOCAB, WIDTH}, ALWAYS},
+    [RK_LAYOUT_NORM] = {"model.norm.weight", "output_norm.weight",
+     MODEL(norm), {WIDTH}, ALWAYS},
+    [RK_LAYOUT_HEAD] = {"lm_head.weight", "output.weight",
+     MODEL(head), {VOCAB, WIDTH}, NOT_TIED},
 };
 
 static const row OF_LAYER[] = {
-    {"input_layernorm.weight",   LAYER(attention_norm), {WIDTH},     ALWAYS},
-    {"self_attn.q_proj.weight",  LAYER(query),       {HEADS, WIDTH}, ALWAYS},
-    {"self_attn.q_proj.bias",    LAYER(query.bias),  {HEADS},        QKV_BIAS},
-    {"self_attn.k_proj.weight",  LAYER(key),         {KV, WIDTH},    ALWAYS},
-    {"self_attn.k_proj.bias",    LAYER(key.bias),    {KV},           QKV_BIAS},
-    {"self_attn.v_proj.weight",  LAYER(value),       {KV, WIDTH},    ALWAYS},
-    {"self_attn.v_proj.bias",    LAYER(value.bias),  {KV},           QKV_BIAS},
-    {"self_attn.o_proj.weight",  LAYER(output),      {WIDTH, HEADS}, ALWAYS},
-    {"self_attn.o_proj.bias",    LAYER(output.bias), {WIDTH},        OUT_BIAS},
-    {"post_attention_layernorm.weight",
-                                 LAYER(ffn_norm),    {WIDTH},        ALWAYS},
-    {"mlp.gate_proj.weight",     LAYER(gate),        {FFN, WIDTH},   ALWAYS},
-    {"mlp.up_proj.weight",       LAYER(up),          {FFN, WIDTH},   ALWAYS},
-    {"mlp.down_proj.weight",     LAYER(down),        {WIDTH, FFN},   ALWAYS},
+    {"input_layernorm.weight", "attn_norm.weight",
+     LAYER(attention_norm), {WIDTH}, ALWAYS},
+    {"self_attn.q_proj.weight", "attn_q.weight",
+     LAYER(query), {HEADS, WIDTH}, ALWAYS},
+    {"self_attn.q_proj.bias", "attn_q.bias",
+     LAYER(query.bias), {HEADS}, QKV_BIAS},
+    {"self_attn.k_proj.weight", "attn_k.weight",
+     LAYER(key), {KV, WIDTH}, ALWAYS},
+    {"self_attn.k_proj.bias", "attn_k.bias",
+     LAYER(key.bias), {KV}, QKV_BIAS},
+    {"self_attn.v_proj.weight", "attn_v.weight",
+     LAYER(value), {KV, WIDTH}, ALWAYS},
+    {"self_attn.v_proj.bias", "attn_v.bias",
+     LAYER(value.bias), {KV}, QKV_BIAS},
+    {"self_attn.o_proj.weight", "attn_output.weight",
+     LAYER(output), {WIDTH, HEADS}, ALWAYS},
+    {"self_attn.o_proj.bias", "attn_output.bias",
+     LAYER(output.bias), {WIDTH}, OUT_BIAS},
+    {"post_attention_layernorm.weight", "ffn_norm.weight",
+     LAYER(ffn_norm), {WIDTH}, ALWAYS},
+    {"mlp.gate_proj.weight", "ffn_gate.weight",
+     LAYER(gate), {FFN, WIDTH}, ALWAYS},
+    {"mlp.up_proj.weight", "ffn_up.weight",
+     LAYER(up), {FFN, WIDTH}, ALWAYS},
+    {"mlp.down_proj.weight", "ffn_down.weight",
+     LAYER(down), {WIDTH, FFN}, ALWAYS},
 };
 /* clang-format on */
 
@@ -77,14 +90,26 @@ size_t rk_layout_count(int32_t n_layers)
     return N_OF_MODEL + (size_t)n_layers * N_OF_LAYER;
 }
 
-void rk_layout_name(char name[RK_LAYOUT_NAME], size_t i)
+/* The row's name, in a layer behind `layer` and its number. */
+static void write_name(char out[RK_LAYOUT_NAME], size_t i, const char *layer,
+                       const char *name)
 {
     if (i < N_OF_MODEL) {
-        snprintf(name, RK_LAYOUT_NAME, "%s", row_of(i)->name);
+        snprintf(out, RK_LAYOUT_NAME, "%s", name);
     } else {
-        snprintf(name, RK_LAYOUT_NAME, "model.layers.%zu.%s",
-                 (i - N_OF_MODEL) / N_OF_LAYER, row_of(i)->name);
+        snprintf(out, RK_LAYOUT_NAME, "%s.%zu.%s", layer,
+                 (i - N_OF_MODEL) / N_OF_LAYER, name);
     }
+}
+
+void rk_layout_name(char name[RK_LAYOUT_NAME], size_t i)
+{
+    write_name(name, i, "model.layers", row_of(i)->name);
+}
+
+void rk_layout_gguf_name(char name[RK_LAYOUT_NAME], size_t i)
+{
+    write_name(name, i, "blk", row_of(i)->gguf);
 }
 
 int rk_layout_shape(int64_t shape[RK_LAYOUT_DIMS], const rk_config *config,

@@ -27,8 +27,9 @@ typedef enum rk_need {
 /* Number of tensors; those that a model may lack included. */
 size_t rk_layout_count(int32_t n_layers);
 
-/* The full name, as Hugging Face's checkpoints have it. */
+/* The full name, as Hugging Face's checkpoints have it, and as GGUF's. */
 void rk_layout_name(char name[RK_LAYOUT_NAME], size_t i);
+void rk_layout_gguf_name(char name[RK_LAYOUT_NAME], size_t i);
 
 /* Returns the number of dimensions: 2 of a matrix (rows, cols), 1 of a vector,
  * whose second is 1. */

@@ -77,6 +77,26 @@ static PyObject *tensor_types(void)
     return types;
 }
 
+/* {GGUF's: Hugging Face's} of a model of one layer. */
+static PyObject *gguf_names(void)
+{
+    PyObject *names = PyDict_New();
+
+    for (size_t i = 0; names != NULL && i < rk_layout_count(1); i++) {
+        char from[RK_LAYOUT_NAME], to[RK_LAYOUT_NAME];
+        PyObject *name;
+
+        rk_layout_gguf_name(from, i);
+        rk_layout_name(to, i);
+        name = PyUnicode_FromString(to);
+        if (name == NULL || PyDict_SetItemString(names, from, name) < 0) {
+            Py_CLEAR(names);
+        }
+        Py_XDECREF(name);
+    }
+    return names;
+}
+
 static PyObject *derived_names(void)
 {
     PyObject *names = PyList_New(0), *tuple;
@@ -135,6 +155,7 @@ static int module_exec(PyObject *module)
             rk_session_type_new(module)) < 0 ||
         add(module, "isas", NULL, supported_isas()) < 0 ||
         add(module, "tensor_types", NULL, tensor_types()) < 0 ||
+        add(module, "gguf_names", NULL, gguf_names()) < 0 ||
         add(module, "derived_names", NULL, derived_names()) < 0) {
         return -1;
     }

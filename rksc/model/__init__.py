@@ -1,4 +1,4 @@
-"""What the engine must know about a model: configuration, RoPE, names and shapes of tensors.
+"""What the engine must know about a model: configuration, RoPE, names of tensors.
 
-It knows what files say (`formats`, `text`) and no engine.
+It knows what files say (`formats`, `text`) and the core's table of tensors, and no engine.
 """

@@ -6,27 +6,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from .._core import gguf_names
 from ..formats.files import shown
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_GGUF_NAMES = {
-    "token_embd.weight": EMBEDDING,
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": HEAD,
-}
-_GGUF_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
+_GGUF_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.", re.ASCII)
 
 # Tensors that no model lacks, as a model without its head calls them.
 _EVERY_MODEL = ("embed_tokens.weight", "layers.0.input_layernorm.weight")
@@ -36,12 +21,11 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 def from_gguf_name(name: str) -> str | None:
     """Hugging Face's name of a tensor of a GGUF; None: it has no place in this architecture."""
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name]
-    match = _GGUF_BLOCK.fullmatch(name)
-    if match is None or match[2] not in _GGUF_BLOCK_NAMES:
-        return None
-    return f"model.layers.{match[1]}.{_GGUF_BLOCK_NAMES[match[2]]}.{match[3]}"
+    layer = _GGUF_LAYER.match(name)
+    if layer is None:
+        return gguf_names.get(name)
+    first = gguf_names.get(f"blk.0.{name[layer.end() :]}")
+    return first and first.replace(".0.", f".{layer[1]}.")
 
 
 def check_wrapped(names: Iterable[object]) -> None:
