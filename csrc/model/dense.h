@@ -1,6 +1,6 @@
 /* From any two-dimensional tensor to a dense one of another type. Pure C. */
-#ifndef RKSC_PY_DENSE_H
-#define RKSC_PY_DENSE_H
+#ifndef RKSC_DENSE_H
+#define RKSC_DENSE_H
 
 #include "rksc.h"
 

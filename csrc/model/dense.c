@@ -3,7 +3,7 @@
  * take rows from a common counter; each row is independent of the others. */
 #include "dense.h"
 
-#include "model/quant.h"
+#include "quant.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
