@@ -18,10 +18,12 @@ import pytest
 from support import model_files
 from support.model_files import TINY
 
+from rksc._core import gguf_names
 from rksc.engine.load import Model, load
 from rksc.formats.gguf import _read_one, read_gguf
 from rksc.formats.safetensors import read_folder, read_safetensors
 from rksc.model.config import ModelConfig
+from rksc.model.names import from_gguf_name
 
 WIDE = TINY | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
@@ -265,8 +267,10 @@ def test_a_crafted_number_of_layers_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_old_derived_tensors_are_dropped(tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert name not in load(folder_of(tmp_path, TINY, **{name: np.ones(8, np.float32)})).weights
+    for i, name in enumerate(("rotary_emb.inv_freq", "masked_bias", "bias")):
+        full = f"model.layers.0.self_attn.{name}"
+        folder = folder_of(tmp_path / f"{i}", TINY, **{full: np.ones(8, np.float32)})
+        assert full not in load(folder).weights
 
 
 def test_biases_follow_the_configuration(tmp_path: Path) -> None:
@@ -427,6 +431,18 @@ def test_as_the_gguf_library_reads(tmp_path: Path) -> None:
         mine = ours.tensors[tensor.name]
         assert (mine.type, mine.shape) == (tensor.tensor_type.name, tuple(tensor.shape[::-1]))
         assert raw(mine) == tensor.data.tobytes()
+
+
+def test_names_as_the_gguf_library_maps_them() -> None:
+    gguf = pytest.importorskip("gguf")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    assert len(gguf_names) == 16
+    for theirs, ours in gguf_names.items():
+        stem, _, kind = ours.rpartition(".")
+        assert theirs == f"{known.get_name(stem)}.{kind}"
+    assert from_gguf_name("blk.31.attn_k.bias") == "model.layers.31.self_attn.k_proj.bias"
+    for name in ("blk.031.attn_k.bias", "blk.0.ffn_up.bias", "blk.x.attn_k.bias", "blk.0.output"):
+        assert from_gguf_name(name) is None
 
 
 def test_every_kind_of_value_as_the_gguf_library_writes_it(tmp_path: Path) -> None:

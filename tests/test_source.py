@@ -77,6 +77,7 @@ INCLUDES: dict[str, tuple[str, ...]] = {
     "policy/*": ("rksc.h",),
     "model/quant.[ch]": ("rksc.h", "model/unpack.h"),
     "model/unpack.h": ("model/quant.h",),
+    "model/dense.[ch]": ("rksc.h", "model/quant.h"),
     "model/layout.[ch]": ("rksc.h",),
     "model/place.[ch]": ("backend.h", "model/layout.h", "model/quant.h"),
     "kv/kv.[ch]": ("rksc.h",),
@@ -100,7 +101,10 @@ INCLUDES: dict[str, tuple[str, ...]] = {
     "session.c": ("engine/scheduler.h",),
     "cpu/*": ("rksc.h", "backend.h", "model/quant.h", "model/unpack.h"),
     "cuda/*": ("rksc.h", "backend.h", "model/quant.h"),
-    "py/*": ("rksc.h", "backend.h", "model/layout.h", "model/quant.h", "session.h"),
+    "py/*": (
+        *("rksc.h", "backend.h", "session.h"),
+        *("model/dense.h", "model/layout.h", "model/quant.h"),
+    ),
 }  # fmt: skip
 # Rooms whose files may all include each other.
 OPEN_ROOMS = ("policy", "cpu", "cuda", "py")

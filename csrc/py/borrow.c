@@ -6,7 +6,7 @@
  */
 #include "borrow.h"
 
-#include "model/quant.h"
+#include "lend.h"
 #include "py.h"
 
 /* ---- asking the producer ------------------------------------------------- */
@@ -136,24 +136,16 @@ static PyObject *ask(PyObject *producer, PyObject *name, const rk_cuda *cuda)
 
 static const char *device_name(DLDeviceType type)
 {
-    switch (type) {
-    case kDLCUDA:
-        return "CUDA";
-    case kDLCUDAManaged:
-        return "CUDA managed memory";
-    case kDLROCM:
-        return "ROCm";
-    case kDLMetal:
-        return "Metal";
-    case kDLVulkan:
-        return "Vulkan";
-    case kDLOpenCL:
-        return "OpenCL";
-    case kDLOneAPI:
-        return "oneAPI";
-    default:
-        return "another device";
-    }
+    static const char *const names[] = {
+        [kDLCUDA] = "CUDA",     [kDLCUDAManaged] = "CUDA managed memory",
+        [kDLROCM] = "ROCm",     [kDLMetal] = "Metal",
+        [kDLVulkan] = "Vulkan", [kDLOpenCL] = "OpenCL",
+        [kDLOneAPI] = "oneAPI",
+    };
+    bool known =
+        (size_t)type < sizeof names / sizeof *names && names[type] != NULL;
+
+    return known ? names[type] : "another device";
 }
 
 static int judge_device(rk_borrowed *lent, const DLTensor *dl, PyObject *name,
@@ -195,25 +187,19 @@ static int judge_dtype(rk_borrowed *lent, const DLTensor *dl, PyObject *name)
     };
     DLDataType dtype = dl->dtype;
 
-    if (dtype.lanes == 1 && dtype.code == kDLFloat && dtype.bits == 32) {
-        lent->type = RK_F32;
-    } else if (dtype.lanes == 1 && dtype.code == kDLFloat && dtype.bits == 16) {
-        lent->type = RK_F16;
-    } else if (dtype.lanes == 1 && dtype.code == kDLBfloat &&
-               dtype.bits == 16) {
-        lent->type = RK_BF16;
-    } else {
-        const char *kind =
-            dtype.code <= kDLBool ? kinds[dtype.code] : "small float";
-
-        PyErr_Format(PyExc_TypeError,
-                     "%U has dtype %s%d%s; weights must be float32, bfloat16 "
-                     "or float16",
-                     name, kind, (int)dtype.bits,
-                     dtype.lanes == 1 ? "" : " in vectors");
-        return -1;
+    for (int i = 0; i < RK_LEND_N_TYPES; i++) {
+        if (memcmp(&dtype, &rk_lend_types[i], sizeof dtype) == 0) {
+            lent->type = (rk_type)i;
+            return 0;
+        }
     }
-    return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "%U has dtype %s%d%s; weights must be float32, bfloat16 or "
+                 "float16",
+                 name,
+                 dtype.code <= kDLBool ? kinds[dtype.code] : "small float",
+                 (int)dtype.bits, dtype.lanes == 1 ? "" : " in vectors");
+    return -1;
 }
 
 static int judge_layout(rk_borrowed *lent, const DLTensor *dl, PyObject *name)

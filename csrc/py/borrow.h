@@ -9,7 +9,7 @@
 #include <Python.h>
 
 #include "backend.h"
-#include "dense.h"
+#include "model/dense.h"
 #include "tensor.h"
 
 #include <dlpack/dlpack.h>

@@ -6,7 +6,16 @@
  */
 #include "lend.h"
 
+#include "rksc.h"
+
 #include <dlpack/dlpack.h>
+
+const DLDataType rk_lend_types[] = {
+    [RK_F32] = {kDLFloat, 32, 1},
+    [RK_F16] = {kDLFloat, 16, 1},
+    [RK_BF16] = {kDLBfloat, 16, 1},
+};
+_Static_assert(sizeof(DLDataType) == 4, "compared by their bytes");
 
 /* One allocation for an export; `versioned` and `legacy` are never both used.
  */

@@ -11,6 +11,10 @@
 /* The most dimensions that a capsule has. */
 #define RK_LEND_MAX_DIMS 8
 
+/* What RK_F32, RK_F16 and RK_BF16, the first of rk_type, are to DLPack. */
+enum { RK_LEND_N_TYPES = 3 };
+extern const DLDataType rk_lend_types[RK_LEND_N_TYPES];
+
 /* The keywords of __dlpack__. */
 typedef struct rk_lend_request {
     PyObject *stream; /* borrowed; None where it was not given */

@@ -39,23 +39,53 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyObject *supported_isas(void)
+static PyObject *tuple_of(const char *const *texts, Py_ssize_t n)
 {
-    PyObject *names = PyList_New(0), *tuple;
+    PyObject *tuple = PyTuple_New(n);
 
-    for (int isa = 0; names != NULL && isa < RK_N_ISAS; isa++) {
-        if (rk_isa_supported((rk_isa)isa)) {
-            PyObject *name = PyUnicode_FromString(rk_isa_name((rk_isa)isa));
+    for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+        PyObject *text = PyUnicode_FromString(texts[i]);
 
-            if (name == NULL || PyList_Append(names, name) < 0) {
-                Py_CLEAR(names);
-            }
-            Py_XDECREF(name);
+        if (text == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, i, text);
         }
     }
-    tuple = names != NULL ? PyList_AsTuple(names) : NULL;
-    Py_XDECREF(names);
     return tuple;
+}
+
+static PyObject *supported_isas(void)
+{
+    const char *names[RK_N_ISAS];
+    Py_ssize_t n = 0;
+
+    for (int isa = 0; isa < RK_N_ISAS; isa++) {
+        if (rk_isa_supported((rk_isa)isa)) {
+            names[n++] = rk_isa_name((rk_isa)isa);
+        }
+    }
+    return tuple_of(names, n);
+}
+
+static PyObject *derived_names(void)
+{
+    Py_ssize_t n = 0;
+
+    while (rk_layout_derived[n] != NULL) {
+        n++;
+    }
+    return tuple_of(rk_layout_derived, n);
+}
+
+/* Put a new reference (NULL: an exception is set) into a dict, which is given
+ * up after a failure. */
+static void put(PyObject **dict, const char *key, PyObject *value)
+{
+    if (value == NULL || PyDict_SetItemString(*dict, key, value) < 0) {
+        Py_CLEAR(*dict);
+    }
+    Py_XDECREF(value);
 }
 
 /* {name: (elements, bytes) of a block} */
@@ -65,14 +95,10 @@ static PyObject *tensor_types(void)
 
     for (int i = 0; types != NULL && i < RK_N_TYPES; i++) {
         const rk_type_info *info = rk_type_get((rk_type)i);
-        PyObject *sizes = Py_BuildValue("(ii)", (int)info->block_elements,
-                                        (int)info->block_bytes);
 
-        if (sizes == NULL ||
-            PyDict_SetItemString(types, info->name, sizes) < 0) {
-            Py_CLEAR(types);
-        }
-        Py_XDECREF(sizes);
+        put(&types, info->name,
+            Py_BuildValue("(ii)", (int)info->block_elements,
+                          (int)info->block_bytes));
     }
     return types;
 }
@@ -84,35 +110,12 @@ static PyObject *gguf_names(void)
 
     for (size_t i = 0; names != NULL && i < rk_layout_count(1); i++) {
         char from[RK_LAYOUT_NAME], to[RK_LAYOUT_NAME];
-        PyObject *name;
 
         rk_layout_gguf_name(from, i);
         rk_layout_name(to, i);
-        name = PyUnicode_FromString(to);
-        if (name == NULL || PyDict_SetItemString(names, from, name) < 0) {
-            Py_CLEAR(names);
-        }
-        Py_XDECREF(name);
+        put(&names, from, PyUnicode_FromString(to));
     }
     return names;
-}
-
-static PyObject *derived_names(void)
-{
-    PyObject *names = PyList_New(0), *tuple;
-
-    for (const char *const *name = rk_layout_derived;
-         names != NULL && *name != NULL; name++) {
-        PyObject *text = PyUnicode_FromString(*name);
-
-        if (text == NULL || PyList_Append(names, text) < 0) {
-            Py_CLEAR(names);
-        }
-        Py_XDECREF(text);
-    }
-    tuple = names != NULL ? PyList_AsTuple(names) : NULL;
-    Py_XDECREF(names);
-    return tuple;
 }
 
 /* Add a new reference (NULL: an exception is set) and keep it in *slot, where

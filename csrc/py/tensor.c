@@ -460,11 +460,6 @@ _Static_assert(RK_TENSOR_MAX_DIMS <= RK_LEND_MAX_DIMS, "a capsule holds them");
 static PyObject *tensor_capsule(PyObject *tensor, bool versioned,
                                 uint64_t flags)
 {
-    static const DLDataType dtypes[] = {
-        [RK_F32] = {kDLFloat, 32, 1},
-        [RK_F16] = {kDLFloat, 16, 1},
-        [RK_BF16] = {kDLBfloat, 16, 1},
-    };
     int64_t shape[RK_TENSOR_MAX_DIMS], strides[RK_TENSOR_MAX_DIMS];
     const rk_tensor_view *view = rk_tensor_look(tensor);
 
@@ -474,7 +469,7 @@ static PyObject *tensor_capsule(PyObject *tensor, bool versioned,
         .data = view->n_elements > 0 ? (void *)view->data : NULL,
         .device = {kDLCPU, 0},
         .ndim = view->n_dims,
-        .dtype = dtypes[view->type],
+        .dtype = rk_lend_types[view->type],
         .shape = shape,
         .strides = strides,
     };

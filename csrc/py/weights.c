@@ -13,7 +13,7 @@
 #include "weights.h"
 
 #include "borrow.h"
-#include "dense.h"
+#include "model/dense.h"
 #include "model/layout.h"
 #include "model/quant.h"
 #include "py.h"
