@@ -27,15 +27,23 @@
 
 #define CPU_INT16_BLOCK 256
 
-/* A row's block of activations. Four in a row lie as 0, 2, 1, 3, since bytes
- * of weights become even and odd ones. Sums: 0 .. 7 of 32, 8 .. 23 of 16. NaN
- * or infinity among them: scale is NaN and q zero. */
+/* A row's block of activations: as 16-bit integers, of which four in a row lie
+ * as 0, 2, 1, 3, since bytes of weights become even and odd ones; or as bytes,
+ * q = 256 high + low, where an instruction multiplies bytes. Sums: 0 .. 7 of
+ * 32, 8 .. 23 of 16. NaN or infinity among them: scale is NaN and q zero. */
 typedef struct cpu_int16_block {
-    int16_t q[CPU_INT16_BLOCK];
-    int32_t less[24]; /* -sum of q */
-    float sum[24];    /* sum of q */
+    union {
+        int16_t q[CPU_INT16_BLOCK];
+        struct {
+            int8_t high[CPU_INT16_BLOCK];
+            uint8_t low[CPU_INT16_BLOCK];
+        };
+    };
+    int32_t less[24];     /* -sum of q */
+    float sum[24];        /* sum of q */
+    int32_t less_high[8]; /* -256 sum of high, of 32 */
     float scale;
-    float unused[15];
+    float unused[7];
 } cpu_int16_block;
 
 /* Blocks of a row of k. */

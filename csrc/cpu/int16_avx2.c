@@ -1,5 +1,5 @@
 /* Products in 16-bit integers for AVX2 with FMA (VPMADDWD), and, compiled once
- * more, for AVX-VNNI (VPDPWSSD). */
+ * more, for AVX-VNNI (VPDPBUSD). */
 #if defined(__x86_64__)
 #include "int16.h"
 
@@ -7,11 +7,9 @@
 
 #define VECTORS 1
 #define COLUMNS 4
-#define COLUMN_CASES(GROUP, OFFSET)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 1)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 2)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 3)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 4)
+#define COLUMN_CASES(X) X(1) X(2) X(3) X(4)
+#define FEW 2
+#define FEW_CASES(X) X(1) X(2)
 
 typedef int32_t vi __attribute__((vector_size(32)));
 typedef uint32_t vu __attribute__((vector_size(32)));
@@ -38,9 +36,10 @@ INLINE vf vf_half(vu x)
 
 #if defined(__AVXVNNI__)
 #define TABLE cpu_int16_avxvnni
-INLINE vi vi_dot(vi acc, vi p, vi q)
+#define vi_dot_bytes vi_dot_bytes
+INLINE vi vi_dot_bytes(vi acc, vu p, vi q)
 {
-    return (vi)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)p, (__m256i)q);
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)p, (__m256i)q);
 }
 #else
 #define TABLE cpu_int16_avx2

@@ -1,4 +1,4 @@
-/* Products in 16-bit integers for AVX-512 VNNI (VPDPWSSD). */
+/* Products in 16-bit integers for AVX-512 VNNI (VPDPBUSD). */
 #if defined(__x86_64__)
 #include "int16.h"
 
@@ -6,13 +6,9 @@
 
 #define VECTORS 2
 #define COLUMNS 6
-#define COLUMN_CASES(GROUP, OFFSET)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 1)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 2)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 3)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 4)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 5)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 6)
+#define COLUMN_CASES(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FEW 4
+#define FEW_CASES(X) X(1) X(2) X(3) X(4)
 
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
@@ -35,9 +31,10 @@ INLINE vf vf_half(vu x)
     return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
 }
 
-INLINE vi vi_dot(vi acc, vi p, vi q)
+#define vi_dot_bytes vi_dot_bytes
+INLINE vi vi_dot_bytes(vi acc, vu p, vi q)
 {
-    return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)p, (__m512i)q);
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)p, (__m512i)q);
 }
 
 /* Four rows a lane are put together while they are loaded, which leaves half

@@ -5,10 +5,10 @@
 #include "vector_portable.h"
 
 #define VECTORS 1
-#define COLUMNS 2
-#define COLUMN_CASES(GROUP, OFFSET)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 1)                                            \
-    MULTIPLY_CASE(GROUP, OFFSET, 2)
+#define COLUMNS 4
+#define COLUMN_CASES(X) X(1) X(2) X(3) X(4)
+#define FEW 1
+#define FEW_CASES(X) X(1)
 
 typedef uint32_t vu __attribute__((vector_size(16)));
 typedef uint16_t vh __attribute__((vector_size(16)));
@@ -61,14 +61,8 @@ INLINE vf vf_half(vu x)
 
 INLINE vi vi_dot(vi acc, vi p, vi q)
 {
-    int16_t a[2 * LANES], b[2 * LANES];
-    memcpy(a, &p, sizeof a);
-    memcpy(b, &q, sizeof b);
-    for (int lane = 0; lane < LANES; lane++) {
-        acc[lane] +=
-            a[2 * lane] * b[2 * lane] + a[2 * lane + 1] * b[2 * lane + 1];
-    }
-    return acc;
+    const vi even = (vi)((vu)p << 16) >> 16, odd = p >> 16;
+    return acc + even * ((vi)((vu)q << 16) >> 16) + odd * (q >> 16);
 }
 
 INLINE void turn(vu *out, const uint8_t *p, int64_t stride)

@@ -46,7 +46,8 @@ typedef struct block_walk {
     const uint8_t *later;
 } block_walk;
 
-#define DEFINE_DEQUANT(NAME, TYPE, BLOCK, GROUP, OFFSET, COMPUTE, ELEMENT)     \
+#define DEFINE_DEQUANT(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET, COMPUTE,       \
+                       ELEMENT)                                                \
     INLINE void block_##TYPE##_##COMPUTE(ELEMENT *out, int64_t run,            \
                                          const uint8_t *bytes)                 \
     {                                                                          \
@@ -72,20 +73,19 @@ typedef struct block_walk {
         const uint8_t *from = walk->from;                                      \
         const int64_t step = walk->step, to = walk->to, run = walk->run;       \
         const uint8_t *later = walk->later;                                    \
-        const int64_t bytes = rk_type_get(RK_##NAME)->block_bytes;             \
         for (int32_t i = 0; i < walk->n; i++, from += step, out += to) {       \
             __builtin_prefetch(from + 128);                                    \
-            for (int64_t b = 0; later != NULL && b < bytes; b += 64) {         \
-                __builtin_prefetch(later + i * bytes + b, 0, 2);               \
+            for (int64_t b = 0; later != NULL && b < BYTES; b += 64) {         \
+                __builtin_prefetch(later + i * BYTES + b, 0, 2);               \
             }                                                                  \
             block_##TYPE##_##COMPUTE(out, run, from);                          \
         }                                                                      \
     }
 
-#define DEFINE_DEQUANT_F32(NAME, TYPE, BLOCK, GROUP, OFFSET)                   \
-    DEFINE_DEQUANT(NAME, TYPE, BLOCK, GROUP, OFFSET, f32, float)
-#define DEFINE_DEQUANT_BF16(NAME, TYPE, BLOCK, GROUP, OFFSET)                  \
-    DEFINE_DEQUANT(NAME, TYPE, BLOCK, GROUP, OFFSET, bf16, uint16_t)
+#define DEFINE_DEQUANT_F32(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)            \
+    DEFINE_DEQUANT(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET, f32, float)
+#define DEFINE_DEQUANT_BF16(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)           \
+    DEFINE_DEQUANT(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET, bf16, uint16_t)
 
 RK_BLOCK_TYPES(DEFINE_DEQUANT_F32)
 RK_BLOCK_TYPES(DEFINE_DEQUANT_BF16)
@@ -94,9 +94,9 @@ RK_BLOCK_TYPES(DEFINE_DEQUANT_BF16)
     case RK_##NAME:                                                            \
         dequant_##TYPE##_##COMPUTE(out, walk);                                 \
         break;
-#define DEQUANT_CASE_F32(NAME, TYPE, BLOCK, GROUP, OFFSET)                     \
+#define DEQUANT_CASE_F32(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)              \
     DEQUANT_CASE(NAME, TYPE, f32)
-#define DEQUANT_CASE_BF16(NAME, TYPE, BLOCK, GROUP, OFFSET)                    \
+#define DEQUANT_CASE_BF16(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)             \
     DEQUANT_CASE(NAME, TYPE, bf16)
 
 static void blocks_f32(float *out, rk_type type, const block_walk *walk)

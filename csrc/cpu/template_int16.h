@@ -1,19 +1,26 @@
 /* Products in 16-bit integers, written once for all instruction sets; see
  * int16.h for the arithmetic.
  *
- * A panel holds a block of VECTORS * LANES weight rows, side by side in lanes:
- * their integers as pairs of 16 bits, 0 or more, then scales and offsets. An
- * activation's pair meets LANES of them in one instruction, and no lanes are
- * added at the end. Rows become lanes while their bytes are still packed
- * (`turn`), so that nothing but masks and shifts follows.
+ * LANES weight rows lie side by side in lanes, four values of each as bytes: a
+ * quad. Rows become lanes while they are still packed (`turn`), so that nothing
+ * but masks and shifts follows, and no lanes are added at the end. Few
+ * activation rows meet the quads as soon as they are there (`few`); for more
+ * they are kept in a panel of VECTORS * LANES rows.
+ *
+ * Where an instruction multiplies bytes, unsigned ones by signed ones, an
+ * activation is q = 256 high + low: `high` is signed and meets the weight,
+ * `low` is unsigned and the weight meets it. Else bytes become pairs of 16
+ * bits.
  *
  * The including file defines LANES, VECTORS, COLUMNS (activation rows that are
- * computed together) and the vector vocabulary, and:
+ * computed together), FEW, the vector vocabulary, and:
  *   vi, vu, vh          LANES 32-bit integers, the same unsigned, 2 * LANES
  *                       unsigned ones of 16 bits, as the compiler's own vectors
  *   vf_fused            multiply-add, rounded once
  *   vf_of_vi            nearest floats
  *   vf_half(x)          of the low 16 bits of each lane, as half precision
+ *   vi_dot_bytes(acc, p, q)   acc + dot product of each lane's four bytes,
+ *                       those of p unsigned, those of q signed; or
  *   vi_dot(acc, p, q)   acc + dot product of each lane's pairs
  *   turn(x, p, stride)  16 bytes of each of LANES rows, `stride` bytes apart:
  *                       x[j] holds the rows' j-th four bytes
@@ -21,34 +28,56 @@
 #ifndef RKSC_CPU_TEMPLATE_INT16_H
 #define RKSC_CPU_TEMPLATE_INT16_H
 
-#include "model/unpack.h"
 #include "rounding.h"
+#include "template_quads.h"
 
 #define ROWS (VECTORS * LANES)
+#ifdef vi_dot_bytes
+#define BYTES true
+#else
+#define BYTES false
+#endif
 
 /* ---- activations ------------------------------------------------------------
  */
 
 #define SMALLEST 0x1p-110f /* a block below it counts as zero */
 
+/* 16 of them from the i-th on. */
+INLINE void put_activations(cpu_int16_block *to, int i, const int32_t *q)
+{
+#ifdef vi_dot_bytes
+    for (int j = 0; j < 16; j++) {
+        to->high[i + j] = (int8_t)(q[j] >> 8);
+        to->low[i + j] = (uint8_t)q[j];
+    }
+#else
+    for (int j = 0; j < 16; j += 4) {
+        int16_t *four = to->q + i + j;
+        four[0] = (int16_t)q[j];
+        four[1] = (int16_t)q[j + 2];
+        four[2] = (int16_t)q[j + 1];
+        four[3] = (int16_t)q[j + 3];
+    }
+#endif
+}
+
 /* |x| * (32767 / max) is below 32767.01 for all roundings, so q is in range. */
 static void quantize_block(cpu_int16_block *out, const float *x, int n)
 {
     const cpu_rounding rounding = cpu_rounding_of(x, n, 32767.0f, SMALLEST);
-    int32_t sums[16] = {0};
+    int32_t sums[16] = {0}, highs[16] = {0};
     for (int g = 0; g < n / 16; g++) {
         int32_t q[16];
         for (int i = 0; i < 16; i++) {
             q[i] = cpu_round(x[16 * g + i], rounding);
             sums[g] += q[i];
+            highs[g] += q[i] >> 8;
         }
-        for (int i = 0; i < 16; i += 4) {
-            int16_t *to = out->q + 16 * g + i;
-            to[0] = (int16_t)q[i];
-            to[1] = (int16_t)q[i + 2];
-            to[2] = (int16_t)q[i + 1];
-            to[3] = (int16_t)q[i + 3];
-        }
+        put_activations(out, 16 * g, q);
+    }
+    for (int g = 0; g < 8; g++) {
+        out->less_high[g] = -256 * (highs[2 * g] + highs[2 * g + 1]);
     }
     for (int g = 0; g < 24; g++) {
         const int32_t sum = g < 8 ? sums[2 * g] + sums[2 * g + 1] : sums[g - 8];
@@ -67,311 +96,170 @@ static void quantize(cpu_int16_block *out, const float *a, int32_t k)
     }
 }
 
-/* ---- weights ----------------------------------------------------------------
+/* ---- panels ----------------------------------------------------------------
  */
 
-/* A block of LANES rows. Quad 8 g + i: values 4 i .. 4 i + 3 of the g-th 32, of
- * which the even ones are a pair, and the odd ones the next. */
+/* A block of LANES rows: values 4 i .. 4 i + 3 in quad i. */
 typedef struct panel {
-    vu pairs[CPU_INT16_BLOCK / 2];
-    vf scale[CPU_INT16_BLOCK / 16], offset[CPU_INT16_BLOCK / 16];
+    vu quads[CPU_INT16_BLOCK / 4];
+    scales scales;
 } panel;
 
-INLINE vu bytes_of(uint32_t byte)
+INLINE void arrange(kind of, panel *to, const rows *w)
 {
-    return (vu){0} + byte * 0x01010101u;
-}
-
-INLINE void put_quad(panel *to, int quad, vu bytes)
-{
-    to->pairs[2 * quad] = bytes & 0x00ff00ffu;
-    to->pairs[2 * quad + 1] = (vu)((vh)bytes >> 8);
-}
-
-/* Four bytes of each row. */
-INLINE vu column(const uint8_t *p, int64_t stride)
-{
-    vu x;
-    uint32_t all[LANES];
-    for (int r = 0; r < LANES; r++) {
-        memcpy(all + r, p + r * stride, sizeof *all);
-    }
-    memcpy(&x, all, sizeof x);
-    return x;
-}
-
-INLINE vf vf_of_byte(vu x, int byte)
-{
-    return vf_of_vi((vi)((x >> (8 * byte)) & 255u));
-}
-
-/* 16 bytes: low nibbles are values 0..15, high ones 16..31 */
-INLINE void put_nibbles(panel *to, int part, const uint8_t *b, int64_t stride,
-                        const vu *fifth)
-{
-    vu x[4];
-    turn(x, b, stride);
-    for (int j = 0; j < 4; j++) {
-        vu low = x[j] & 0x0f0f0f0fu, high = (x[j] >> 4) & 0x0f0f0f0fu;
-        if (fifth != NULL) { /* bits 0..3 of a nibble go to bits 4, 12, ... */
-            low |= ((*fifth >> (4 * j) & 15u) * 0x02040810u) & 0x10101010u;
-            high |=
-                ((*fifth >> (4 * j + 16) & 15u) * 0x02040810u) & 0x10101010u;
-        }
-        put_quad(to, 8 * part + j, low);
-        put_quad(to, 8 * part + j + 4, high);
-    }
-}
-
-/* Part i of n of what LANES rows' next blocks, side by side at p, have. */
-INLINE void fetch(const uint8_t *p, int i, int n, int block_bytes)
-{
-    const int step = (LANES * block_bytes + n * 64 - 1) / (n * 64);
-    for (int line = 0; line < step; line++) {
-        __builtin_prefetch(p + (i * step + line) * 64, 0, 2);
-    }
-}
-
-/* Types of blocks of 32: the part-th of the panel. */
-INLINE void arrange_q4_0(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    (void)ahead;
-    to->scale[part] = vf_half(column(b, stride));
-    put_nibbles(to, part, b + 2, stride, NULL);
-}
-
-INLINE void arrange_q4_1(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    (void)ahead;
-    const vu both = column(b, stride);
-    to->scale[part] = vf_half(both);
-    to->offset[part] = vf_half(both >> 16);
-    put_nibbles(to, part, b + 4, stride, NULL);
-}
-
-INLINE void arrange_q5_0(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    (void)ahead;
-    const vu fifth = column(b + 2, stride);
-    to->scale[part] = vf_half(column(b, stride));
-    put_nibbles(to, part, b + 6, stride, &fifth);
-}
-
-INLINE void arrange_q5_1(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    (void)ahead;
-    const vu both = column(b, stride), fifth = column(b + 4, stride);
-    to->scale[part] = vf_half(both);
-    to->offset[part] = vf_half(both >> 16);
-    put_nibbles(to, part, b + 8, stride, &fifth);
-}
-
-INLINE void arrange_q8_0(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    (void)ahead;
-    vu x[8];
-    to->scale[part] = vf_half(column(b, stride));
-    turn(x, b + 2, stride);
-    turn(x + 4, b + 18, stride);
-    for (int j = 0; j < 8; j++) {
-        put_quad(to, 8 * part + j, x[j] ^ 0x80808080u);
-    }
-}
-
-/* Types of blocks of 256; unpack.h tells the layouts. */
-INLINE void arrange_q2_k(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    vu s[4], x[4], halves;
-    (void)part;
-    turn(s, b + 68, stride);
-    halves = s[3];
-    const vf d = vf_half(halves);
-    const vf less = vf_sub(vf_zero(), vf_half(halves >> 16));
-    turn(s, b, stride);
-    for (int g = 0; g < 16; g++) {
-        const vu both = s[g / 4] >> (8 * (g % 4));
-        to->scale[g] = vf_mul(d, vf_of_vi((vi)(both & 15u)));
-        to->offset[g] = vf_mul(less, vf_of_vi((vi)(both >> 4 & 15u)));
-    }
-    for (int run = 0; run < 4; run++) {
-        fetch(ahead, run, 4, 84);
-        turn(x, b + 16 + 16 * run, stride);
-        for (int j = 0; j < 4; j++) {
-            for (int k = 0; k < 4; k++) {
-                put_quad(to, run / 2 * 32 + 8 * k + run % 2 * 4 + j,
-                         x[j] >> (2 * k) & 0x03030303u);
+    const int in_group = of.group / 4;
+    for (int at = 0; at < blocks_of(of, w->n); at++) {
+        const uint8_t *b = w->first + at * of.bytes;
+        const uint8_t *ahead = w->ahead + at * LANES * of.bytes;
+        vu quads[UNIT_QUADS], bits[8];
+        open_block(of, &to->scales, at, bits, b, w->bytes);
+        for (int u = 0; u < units_of(of); u++) {
+            read_unit(of, quads, bits, b, w->bytes, u);
+            UNROLL
+            for (int h = 0; h < groups_of_unit(of); h++) {
+                fetch(of, ahead, u, h);
+                vu *group = to->quads + (at + group_of(of, u, h)) * in_group;
+                UNROLL
+                for (int i = 0; i < in_group; i++) {
+                    group[i] = quads[h * in_group + i];
+                }
             }
         }
     }
 }
-
-INLINE void arrange_q3_k(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    vu s[4], x[4], third[8];
-    (void)part;
-    turn(s, b + 94, stride); /* two bytes early: a block ends at 110 */
-    const vf d = vf_half(s[3] >> 16);
-    for (int i = 0; i < 3; i++) {
-        s[i] = s[i] >> 16 | s[i + 1] << 16;
-    }
-    for (int g = 0; g < 16; g++) {
-        const vu low = s[g / 4 % 2] >> (8 * (g % 4) + g / 8 * 4) & 15u;
-        const vu high = s[2] >> (8 * (g % 4) + g / 4 * 2) & 3u;
-        to->scale[g] = vf_mul(d, vf_of_vi((vi)(low | high << 4) - 32));
-    }
-    turn(third, b, stride);
-    turn(third + 4, b + 16, stride);
-    for (int run = 0; run < 4; run++) {
-        fetch(ahead, run, 4, 110);
-        turn(x, b + 32 + 16 * run, stride);
-        for (int j = 0; j < 4; j++) {
-            const vu bits = third[run % 2 * 4 + j] >> (run / 2 * 4);
-            for (int k = 0; k < 4; k++) {
-                put_quad(to, run / 2 * 32 + 8 * k + run % 2 * 4 + j,
-                         (x[j] >> (2 * k) & 0x03030303u) |
-                             (bits >> k & 0x01010101u) << 2);
-            }
-        }
-    }
-}
-
-/* d, dmin | 12 bytes of scales and minima */
-INLINE void put_scales(panel *to, const uint8_t *b, int64_t stride)
-{
-    vu x[4];
-    turn(x, b, stride);
-    const vf d = vf_half(x[0]);
-    const vf less = vf_sub(vf_zero(), vf_half(x[0] >> 16));
-    for (int i = 0; i < 4; i++) {
-        const vu s = x[1] >> (8 * i) & 255u, m = x[2] >> (8 * i) & 255u;
-        const vu both = x[3] >> (8 * i) & 255u;
-        to->scale[i] = vf_mul(d, vf_of_vi((vi)(s & 63u)));
-        to->offset[i] = vf_mul(less, vf_of_vi((vi)(m & 63u)));
-        to->scale[i + 4] =
-            vf_mul(d, vf_of_vi((vi)((both & 15u) | s >> 6 << 4)));
-        to->offset[i + 4] =
-            vf_mul(less, vf_of_vi((vi)(both >> 4 | m >> 6 << 4)));
-    }
-}
-
-INLINE void arrange_q4_k(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    vu x[4];
-    (void)part;
-    put_scales(to, b, stride);
-    for (int run = 0; run < 8; run++) {
-        fetch(ahead, run, 8, 144);
-        turn(x, b + 16 + 16 * run, stride);
-        for (int j = 0; j < 4; j++) {
-            const int quad = run / 2 * 16 + run % 2 * 4 + j;
-            put_quad(to, quad, x[j] & 0x0f0f0f0fu);
-            put_quad(to, quad + 8, (x[j] >> 4) & 0x0f0f0f0fu);
-        }
-    }
-}
-
-INLINE void arrange_q5_k(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    vu x[4], fifth[8];
-    (void)part;
-    put_scales(to, b, stride);
-    turn(fifth, b + 16, stride);
-    turn(fifth + 4, b + 32, stride);
-    for (int run = 0; run < 8; run++) {
-        fetch(ahead, run, 8, 176);
-        turn(x, b + 48 + 16 * run, stride);
-        for (int j = 0; j < 4; j++) {
-            const int quad = run / 2 * 16 + run % 2 * 4 + j;
-            const vu bits = fifth[run % 2 * 4 + j] >> (run / 2 * 2);
-            put_quad(to, quad,
-                     (x[j] & 0x0f0f0f0fu) | (bits & 0x01010101u) << 4);
-            put_quad(to, quad + 8,
-                     (x[j] >> 4 & 0x0f0f0f0fu) | (bits & 0x02020202u) << 3);
-        }
-    }
-}
-
-INLINE void arrange_q6_k(panel *to, int part, const uint8_t *b, int64_t stride,
-                         const uint8_t *ahead)
-{
-    vu s[4], even[4], odd[4], pairs[4];
-    (void)part;
-    turn(s, b + 194, stride); /* a block ends with d at 210 */
-    const vf d = vf_half(s[3] >> 16);
-    turn(s, b + 192, stride);
-    for (int g = 0; g < 16; g++) {
-        const vi scale = (vi)(s[g / 4] << (24 - 8 * (g % 4))) >> 24;
-        to->scale[g] = vf_mul(d, vf_of_vi(scale));
-    }
-    for (int run = 0; run < 4; run++) {
-        fetch(ahead, run, 4, 210);
-        turn(even, b + run / 2 * 64 + run % 2 * 16, stride);
-        turn(odd, b + run / 2 * 64 + run % 2 * 16 + 32, stride);
-        turn(pairs, b + 128 + 16 * run, stride);
-        for (int j = 0; j < 4; j++) {
-            const int quad = run / 2 * 32 + run % 2 * 4 + j;
-            put_quad(to, quad,
-                     (even[j] & 0x0f0f0f0fu) | (pairs[j] & 0x03030303u) << 4);
-            put_quad(to, quad + 8,
-                     (odd[j] & 0x0f0f0f0fu) | (pairs[j] & 0x0c0c0c0cu) << 2);
-            put_quad(to, quad + 16,
-                     (even[j] >> 4 & 0x0f0f0f0fu) | (pairs[j] & 0x30303030u));
-            put_quad(to, quad + 24,
-                     (odd[j] >> 4 & 0x0f0f0f0fu) |
-                         (pairs[j] >> 2 & 0x30303030u));
-        }
-    }
-}
-
-/* LANES rows of n values (<= 256) to a panel. */
-#define DEFINE_ARRANGE(NAME, TYPE, BLOCK, GROUP, OFFSET)                       \
-    static void panel_##TYPE(panel *to, const uint8_t *b, int64_t stride,      \
-                             int32_t n, const uint8_t *ahead)                  \
-    {                                                                          \
-        const int64_t block_bytes = rk_type_get(RK_##NAME)->block_bytes;       \
-        for (int part = 0; part < n / BLOCK; part++, b += block_bytes) {       \
-            if (BLOCK == 32) {                                                 \
-                fetch(ahead + part * LANES * block_bytes, 0, 1, block_bytes);  \
-            }                                                                  \
-            arrange_##TYPE(to, part, b, stride, ahead);                        \
-        }                                                                      \
-    }
-
-RK_BLOCK_TYPES(DEFINE_ARRANGE)
 
 /* ---- product ----------------------------------------------------------------
  */
 
-/* What the panel's integers have too much: 2^ZERO, and -1 for nothing. */
-#define ZERO_Q4_0 3
-#define ZERO_Q4_1 -1
-#define ZERO_Q5_0 4
-#define ZERO_Q5_1 -1
-#define ZERO_Q8_0 7
-#define ZERO_Q2_K -1
-#define ZERO_Q3_K 2
-#define ZERO_Q4_K -1
-#define ZERO_Q5_K -1
-#define ZERO_Q6_K 5
+/* Four activations of a row, the i-th on, for all lanes. */
+INLINE vi four_of(const void *activations, int i)
+{
+    int32_t four;
+    memcpy(&four, (const char *)activations + i, sizeof four);
+    return vi_set1(four);
+}
+
+/* What the g-th group's sum of a row begins with, of which integers have too
+ * much taken away. Bytes of 128 too much are signed ones for `low`. */
+INLINE vi first_of(const cpu_int16_block *a, int g, kind of)
+{
+    if (of.zero < 0) {
+        return (vi){0};
+    }
+    const int32_t less = BYTES && of.zero == 7
+                             ? a->less_high[g]
+                             : a->less[(of.group == 32 ? 0 : 8) + g];
+    return (vi)((vu)vi_set1(less) << of.zero);
+}
+
+/* acc += dot products of `columns` rows with a group, whose quads begin with
+ * the `first` of a block; `apart` between those of `vectors` panels. */
+#ifdef vi_dot_bytes
+INLINE void add_group(vi acc[VECTORS][COLUMNS], const vu *quads, int64_t apart,
+                      int vectors, const cpu_int16_block *a, int64_t stride,
+                      int first, kind of, int columns)
+{
+    const vu flip = bytes_of(of.zero == 7 ? 0x80 : 0);
+    vi high[VECTORS][COLUMNS];
+    UNROLL
+    for (int c = 0; c < columns; c++) {
+        UNROLL
+        for (int v = 0; v < vectors; v++) {
+            high[v][c] = (vi){0};
+        }
+    }
+    UNROLL
+    for (int i = 0; i < of.group / 4; i++) {
+        UNROLL
+        for (int c = 0; c < columns; c++) {
+            const vi h = four_of(a[c * stride].high, 4 * (first + i));
+            UNROLL
+            for (int v = 0; v < vectors; v++) {
+                high[v][c] = vi_dot_bytes(high[v][c], quads[v * apart + i], h);
+            }
+        }
+    }
+    if (columns * vectors > 4) {
+        UNROLL
+        for (int c = 0; c < columns; c++) {
+            UNROLL
+            for (int v = 0; v < vectors; v++) {
+                acc[v][c] += (vi)((vu)high[v][c] << 8);
+            }
+        }
+    }
+    UNROLL
+    for (int i = 0; i < of.group / 4; i++) {
+        UNROLL
+        for (int c = 0; c < columns; c++) {
+            const vu l = (vu)four_of(a[c * stride].low, 4 * (first + i));
+            UNROLL
+            for (int v = 0; v < vectors; v++) {
+                acc[v][c] = vi_dot_bytes(acc[v][c], l,
+                                         (vi)(quads[v * apart + i] ^ flip));
+            }
+        }
+    }
+    if (columns * vectors <= 4) {
+        UNROLL
+        for (int c = 0; c < columns; c++) {
+            UNROLL
+            for (int v = 0; v < vectors; v++) {
+                acc[v][c] += (vi)((vu)high[v][c] << 8);
+            }
+        }
+    }
+}
+#else
+INLINE void add_group(vi acc[VECTORS][COLUMNS], const vu *quads, int64_t apart,
+                      int vectors, const cpu_int16_block *a, int64_t stride,
+                      int first, kind of, int columns)
+{
+    (void)of;
+    UNROLL
+    for (int i = 0; i < of.group / 4; i++) {
+        vi even[VECTORS], odd[VECTORS];
+        UNROLL
+        for (int v = 0; v < vectors; v++) {
+            even[v] = (vi)(quads[v * apart + i] & 0x00ff00ffu);
+            odd[v] = (vi)((vh)quads[v * apart + i] >> 8);
+        }
+        UNROLL
+        for (int c = 0; c < columns; c++) {
+            const vi x = four_of(a[c * stride].q, 8 * (first + i));
+            const vi y = four_of(a[c * stride].q, 8 * (first + i) + 4);
+            UNROLL
+            for (int v = 0; v < vectors; v++) {
+                acc[v][c] = vi_dot(acc[v][c], even[v], x);
+                acc[v][c] = vi_dot(acc[v][c], odd[v], y);
+            }
+        }
+    }
+}
+#endif
+
+/* A row's sum x over the groups before the g-th, and that one. */
+INLINE vf with_group(vf x, vi dot, const scales *w, const cpu_int16_block *a,
+                     int g, kind of)
+{
+    x = vf_fused(vf_of_vi(dot), w->scale[g], x);
+    return of.zero >= 0
+               ? x
+               : vf_fused(w->offset[g],
+                          vf_set1(a->sum[(of.group == 32 ? 0 : 8) + g]), x);
+}
+
+INLINE void add_block(float *sum, vf x, const cpu_int16_block *a)
+{
+    vf_store(sum, vf_fused(x, vf_set1(a->scale), vf_load(sum)));
+}
 
 /* sums of `columns` rows += one block of them, `stride` blocks apart, by
- * VECTORS panels. Few accumulators at a time become twice as many. */
+ * VECTORS panels. */
 INLINE void multiply(float *sums, const panel *w, const cpu_int16_block *a,
-                     int64_t stride, int n_groups, int zero, int group,
-                     bool offset, int columns)
+                     int64_t stride, int n_groups, kind of, int columns)
 {
-    const int chains = columns * VECTORS <= 4 ? 2 : 1;
-    const int first = group == 32 ? 0 : 8;
-    const int pairs = group / 2;
+    const int quads = of.group / 4;
     vf x[VECTORS][COLUMNS];
     UNROLL
     for (int c = 0; c < columns; c++) {
@@ -381,134 +269,196 @@ INLINE void multiply(float *sums, const panel *w, const cpu_int16_block *a,
         }
     }
     for (int g = 0; g < n_groups; g++) {
-        vi acc[2][VECTORS][COLUMNS];
+        vi acc[VECTORS][COLUMNS];
         UNROLL
         for (int c = 0; c < columns; c++) {
-            vi less = {0};
-            if (!offset) {
-                less = (vi)((vu)vi_set1(a[c * stride].less[first + g]) << zero);
-            }
+            const vi first = first_of(a + c * stride, g, of);
             UNROLL
             for (int v = 0; v < VECTORS; v++) {
-                acc[0][v][c] = less;
-                acc[1][v][c] = (vi){0};
+                acc[v][c] = first;
             }
         }
+        add_group(acc, w->quads + g * quads, sizeof *w / sizeof(vu), VECTORS, a,
+                  stride, g * quads, of, columns);
         UNROLL
-        for (int p = 0; p < pairs; p++) {
+        for (int c = 0; c < columns; c++) {
             UNROLL
-            for (int c = 0; c < columns; c++) {
-                int32_t q;
-                memcpy(&q, a[c * stride].q + 2 * (g * pairs + p), sizeof q);
+            for (int v = 0; v < VECTORS; v++) {
+                x[v][c] = with_group(x[v][c], acc[v][c], &w[v].scales,
+                                     a + c * stride, g, of);
+            }
+        }
+    }
+    UNROLL
+    for (int c = 0; c < columns; c++) {
+        UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            add_block(sums + c * ROWS + v * LANES, x[v][c], a + c * stride);
+        }
+    }
+}
+
+/* m rows in passes of about the same number. */
+INLINE void multiply_all(float *sums, const panel *w, const cpu_int16_block *a,
+                         int64_t stride, int32_t m, int n_groups, kind of)
+{
+    for (int32_t left = (m + COLUMNS - 1) / COLUMNS; left > 0; left--) {
+        const int32_t columns = (m + left - 1) / left;
+        switch (columns) {
+#define MULTIPLY_CASE(N)                                                       \
+    case N:                                                                    \
+        multiply(sums, w, a, stride, n_groups, of, N);                         \
+        break;
+            COLUMN_CASES(MULTIPLY_CASE)
+        default:
+            break;
+        }
+        sums += columns * ROWS;
+        a += columns * stride;
+        m -= columns;
+    }
+}
+
+/* What `multiply` does, by LANES rows of weights straight from where they lie.
+ * Units do not have their groups in order, so sums wait until the block is
+ * read. */
+INLINE void direct(float *sums, const rows *w, const cpu_int16_block *a,
+                   int64_t stride, kind of, int columns)
+{
+    const int in_group = of.group / 4;
+    scales s;
+    vi dots[CPU_INT16_BLOCK / 16][FEW];
+    for (int at = 0; at < blocks_of(of, w->n); at++) {
+        const uint8_t *b = w->first + at * of.bytes;
+        const uint8_t *ahead = w->ahead + at * LANES * of.bytes;
+        vu quads[UNIT_QUADS], bits[8];
+        open_block(of, &s, at, bits, b, w->bytes);
+        UNROLL
+        for (int u = 0; u < units_of(of); u++) {
+            read_unit(of, quads, bits, b, w->bytes, u);
+            UNROLL
+            for (int h = 0; h < groups_of_unit(of); h++) {
+                const int g = at + group_of(of, u, h);
+                fetch(of, ahead, u, h);
+                vi acc[VECTORS][COLUMNS];
                 UNROLL
-                for (int v = 0; v < VECTORS; v++) {
-                    vi *sum = &acc[p % chains][v][c];
-                    *sum =
-                        vi_dot(*sum, (vi)w[v].pairs[g * pairs + p], vi_set1(q));
+                for (int c = 0; c < columns; c++) {
+                    acc[0][c] = first_of(a + c * stride, g, of);
                 }
-            }
-        }
-        UNROLL
-        for (int c = 0; c < columns; c++) {
-            UNROLL
-            for (int v = 0; v < VECTORS; v++) {
-                const vi sum =
-                    chains == 2 ? acc[0][v][c] + acc[1][v][c] : acc[0][v][c];
-                x[v][c] = vf_fused(vf_of_vi(sum), w[v].scale[g], x[v][c]);
-                if (offset) {
-                    x[v][c] = vf_fused(w[v].offset[g],
-                                       vf_set1(a[c * stride].sum[first + g]),
-                                       x[v][c]);
+                add_group(acc, quads + h * in_group, 0, 1, a, stride,
+                          g * in_group, of, columns);
+                UNROLL
+                for (int c = 0; c < columns; c++) {
+                    dots[g][c] = acc[0][c];
                 }
             }
         }
     }
     UNROLL
     for (int c = 0; c < columns; c++) {
-        const vf scale = vf_set1(a[c * stride].scale);
-        UNROLL
-        for (int v = 0; v < VECTORS; v++) {
-            float *sum = sums + c * ROWS + v * LANES;
-            vf_store(sum, vf_fused(x[v][c], scale, vf_load(sum)));
+        vf x = vf_zero();
+        const int n_groups = blocks_of(of, w->n) * (of.elements / of.group);
+        for (int g = 0; g < n_groups; g++) {
+            x = with_group(x, dots[g][c], &s, a + c * stride, g, of);
         }
+        add_block(sums + c * ROWS, x, a + c * stride);
     }
 }
 
-typedef void multiply_rows(float *sums, const panel *w,
-                           const cpu_int16_block *a, int64_t stride, int32_t m,
-                           int n_groups, int zero);
+/* How a type is computed; see `arrange`, `multiply_all`, `direct`. */
+typedef struct way {
+    void (*arrange)(panel *to, const rows *w);
+    void (*multiply)(float *sums, const panel *w, const cpu_int16_block *a,
+                     int64_t stride, int32_t m, int n_groups, int zero);
+    void (*few)(float *sums, const rows *w, const cpu_int16_block *a,
+                int64_t stride, int32_t m);
+    kind of;
+    int64_t bytes; /* of 256 values */
+} way;
 
-#define MULTIPLY_CASE(GROUP, OFFSET, N)                                        \
-    case N:                                                                    \
-        multiply(sums, w, a, stride, n_groups, zero, GROUP, OFFSET, N);        \
-        break;
-
-/* m rows in passes of about the same number. */
-#define DEFINE_ROWS(NAME, GROUP, OFFSET)                                       \
-    static void rows_##NAME(float *sums, const panel *w,                       \
-                            const cpu_int16_block *a, int64_t stride,          \
-                            int32_t m, int n_groups, int zero)                 \
+#define DEFINE_WAY(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                    \
+    static void arrange_##TYPE(panel *to, const rows *w)                       \
     {                                                                          \
-        for (int32_t left = (m + COLUMNS - 1) / COLUMNS; left > 0; left--) {   \
-            const int32_t columns = (m + left - 1) / left;                     \
-            switch (columns) {                                                 \
-                COLUMN_CASES(GROUP, OFFSET)                                    \
-            }                                                                  \
-            sums += columns * ROWS;                                            \
-            a += columns * stride;                                             \
-            m -= columns;                                                      \
+        arrange(KIND(NAME, TYPE, BLOCK, BYTES, GROUP), to, w);                 \
+    }                                                                          \
+    static void few_##TYPE(float *sums, const rows *w,                         \
+                           const cpu_int16_block *a, int64_t stride,           \
+                           int32_t m)                                          \
+    {                                                                          \
+        const kind of = KIND(NAME, TYPE, BLOCK, BYTES, GROUP);                 \
+        switch (m) {                                                           \
+            FEW_CASES(DIRECT_CASE)                                             \
+        default:                                                               \
+            break;                                                             \
         }                                                                      \
     }
 
-DEFINE_ROWS(32, 32, false)
-DEFINE_ROWS(32_offset, 32, true)
-DEFINE_ROWS(16, 16, false)
-DEFINE_ROWS(16_offset, 16, true)
+#define DIRECT_CASE(N)                                                         \
+    case N:                                                                    \
+        direct(sums, w, a, stride, of, N);                                     \
+        break;
 
-/* How a type is computed. */
-typedef struct way {
-    void (*arrange)(panel *to, const uint8_t *b, int64_t stride, int32_t n,
-                    const uint8_t *ahead);
-    multiply_rows *rows;
-    int32_t block_bytes, block, group, zero;
-} way;
+RK_BLOCK_TYPES(DEFINE_WAY)
+
+/* Panels differ by their groups alone. */
+#define DEFINE_MULTIPLY(NAME, GROUP, ZERO)                                     \
+    static void multiply_##NAME(float *sums, const panel *w,                   \
+                                const cpu_int16_block *a, int64_t stride,      \
+                                int32_t m, int n_groups, int zero)             \
+    {                                                                          \
+        const kind of = {.group = GROUP, .zero = ZERO};                        \
+        (void)zero;                                                            \
+        multiply_all(sums, w, a, stride, m, n_groups, of);                     \
+    }
+
+DEFINE_MULTIPLY(32, 32, zero)
+DEFINE_MULTIPLY(32_centred, 32, 7)
+DEFINE_MULTIPLY(32_offset, 32, -1)
+DEFINE_MULTIPLY(16, 16, zero)
+DEFINE_MULTIPLY(16_offset, 16, -1)
 
 static way way_of(rk_type type)
 {
-    const rk_type_info *info = rk_type_get(type);
-    way found = {.block_bytes = info->block_bytes,
-                 .block = info->block_elements};
+    way found = {0};
     switch (type) {
-#define WAY_CASE(NAME, TYPE, BLOCK, GROUP, OFFSET)                             \
+#define WAY_CASE(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                      \
     case RK_##NAME:                                                            \
-        found.arrange = panel_##TYPE;                                          \
-        found.rows = GROUP == 32 ? (OFFSET ? rows_32_offset : rows_32)         \
-                                 : (OFFSET ? rows_16_offset : rows_16);        \
-        found.group = GROUP;                                                   \
-        found.zero = ZERO_##NAME;                                              \
+        found.of = KIND(NAME, TYPE, BLOCK, BYTES, GROUP);                      \
+        found.arrange = arrange_##TYPE;                                        \
+        found.few = few_##TYPE;                                                \
         break;
         RK_BLOCK_TYPES(WAY_CASE)
     default:
         break;
     }
+    found.bytes = CPU_INT16_BLOCK / found.of.elements * found.of.bytes;
+    if (found.of.group == 32) {
+        found.multiply = found.of.zero == 7   ? multiply_32_centred
+                         : found.of.zero >= 0 ? multiply_32
+                                              : multiply_32_offset;
+    } else {
+        found.multiply = found.of.zero >= 0 ? multiply_16 : multiply_16_offset;
+    }
     return found;
 }
 
 /* Rows that lack, of the n (< ROWS) that there are, count zero. */
-static void arrange_some(const way *how, panel *to, const uint8_t *w,
-                         int64_t row_bytes, int32_t n, int32_t k)
+static void arrange_some(const way *how, panel *to, const rows *w, int32_t n)
 {
-    uint8_t rows[ROWS][8 * 34]; /* no type has more bytes for 256 */
-    const size_t bytes = (size_t)(k / how->block * how->block_bytes);
+    uint8_t copies[ROWS][8 * 34]; /* no type has more bytes for 256 */
+    const size_t bytes = (size_t)(w->n / how->of.elements * how->of.bytes);
+    rows some = *w;
+    some.bytes = sizeof *copies;
     for (int32_t r = 0; r < ROWS; r++) {
         if (r < n) {
-            memcpy(rows[r], w + r * row_bytes, bytes);
+            memcpy(copies[r], w->first + r * w->bytes, bytes);
         } else {
-            memset(rows[r], 0, bytes);
+            memset(copies[r], 0, bytes);
         }
     }
     for (int v = 0; v < VECTORS; v++) {
-        how->arrange(to + v, rows[v * LANES], sizeof *rows, k, w);
+        some.first = copies[v * LANES];
+        how->arrange(to + v, &some);
     }
 }
 
@@ -537,32 +487,46 @@ typedef struct scratch {
     float sums[CPU_PANEL_ROWS * ROWS];
 } scratch;
 
+/* One block of ROWS rows, or of the n that there are, to sums. */
+static void add_blocks(const way *how, scratch *s,
+                       const cpu_integer_product *job, const cpu_int16_block *a,
+                       rows *w, int32_t n)
+{
+    const int64_t stride = cpu_int16_blocks(job->k);
+    if (n < ROWS) {
+        arrange_some(how, s->panels, w, n);
+    }
+    for (int v = 0; v < VECTORS && n == ROWS; v++) {
+        if (job->m <= FEW) {
+            how->few(s->sums + v * LANES, w, a, stride, job->m);
+        } else {
+            how->arrange(s->panels + v, w);
+        }
+        w->first += LANES * w->bytes;
+        w->ahead += LANES * how->bytes;
+    }
+    if (n < ROWS || job->m > FEW) {
+        how->multiply(s->sums, s->panels, a, stride, job->m,
+                      w->n / how->of.group, how->of.zero);
+    }
+}
+
 static void product(const cpu_integer_product *job)
 {
     const way how = way_of(job->type);
-    const int64_t n_blocks = cpu_int16_blocks(job->k);
-    const int64_t block_bytes =
-        CPU_INT16_BLOCK / how.block * (int64_t)how.block_bytes;
+    const int32_t n_blocks = cpu_int16_blocks(job->k);
     scratch *s = job->scratch;
+    rows w = {.bytes = job->row_bytes};
     for (int32_t j = 0; j < job->n; j += ROWS) {
         const int32_t n = cpu_min(job->n - j, ROWS);
-        const uint8_t *w = (const uint8_t *)job->w + j * job->row_bytes;
-        const uint8_t *next = w + ROWS * job->row_bytes;
+        const uint8_t *first = (const uint8_t *)job->w + j * job->row_bytes;
+        w.ahead = first + ROWS * job->row_bytes;
         memset(s->sums, 0, (size_t)job->m * ROWS * sizeof *s->sums);
-        for (int32_t b = 0; b < n_blocks; b++, w += block_bytes) {
-            const int32_t k =
-                cpu_min(job->k - b * CPU_INT16_BLOCK, CPU_INT16_BLOCK);
-            if (n == ROWS) {
-                for (int v = 0; v < VECTORS; v++) {
-                    how.arrange(s->panels + v, w + v * LANES * job->row_bytes,
-                                job->row_bytes, k,
-                                next + (VECTORS * b + v) * LANES * block_bytes);
-                }
-            } else {
-                arrange_some(&how, s->panels, w, job->row_bytes, n, k);
-            }
-            how.rows(s->sums, s->panels, (const cpu_int16_block *)job->a + b,
-                     n_blocks, job->m, k / how.group, how.zero);
+        for (int32_t b = 0; b < n_blocks; b++) {
+            w.first = first + b * how.bytes;
+            w.n = cpu_min(job->k - b * CPU_INT16_BLOCK, CPU_INT16_BLOCK);
+            add_blocks(&how, s, job, (const cpu_int16_block *)job->a + b, &w,
+                       n);
         }
         put_sums(job, s->sums, j, n);
     }

@@ -70,7 +70,7 @@ static size_t scratch_bytes(int32_t k)
 }
 
 /* n (<= LANES) rows of blocks into a panel; the rows that lack count zero. */
-#define DEFINE_ARRANGE(NAME, TYPE, BLOCK, GROUP, OFFSET)                       \
+#define DEFINE_ARRANGE(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                \
     static void arrange_##TYPE(char *panel, const char *w, int64_t row_bytes,  \
                                int32_t n, int32_t k)                           \
     {                                                                          \
@@ -212,7 +212,7 @@ static void product(const cpu_integer_product *job)
         const int32_t n = job->n - j < LANES ? job->n - j : LANES;
         void (*rows)(const cpu_integer_product *, int32_t);
         switch (job->type) {
-#define PRODUCT_CASE(NAME, TYPE, BLOCK, GROUP, OFFSET)                         \
+#define PRODUCT_CASE(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                  \
     case RK_##NAME:                                                            \
         arrange_##TYPE(job->scratch, w, job->row_bytes, n, job->k);            \
         rows = GROUP == 32 ? (OFFSET ? rows_32_offset : rows_32)               \

@@ -8,17 +8,9 @@ static const rk_type_info TYPES[RK_N_TYPES] = {
     [RK_F32] = {"F32", RK_F32, 1, 4},
     [RK_F16] = {"F16", RK_F16, 1, 2},
     [RK_BF16] = {"BF16", RK_BF16, 1, 2},
-    [RK_Q4_0] = {"Q4_0", RK_Q4_0, 32, 18},
-    [RK_Q4_1] = {"Q4_1", RK_Q4_1, 32, 20},
-    [RK_Q5_0] = {"Q5_0", RK_Q5_0, 32, 22},
-    [RK_Q5_1] = {"Q5_1", RK_Q5_1, 32, 24},
-    [RK_Q8_0] = {"Q8_0", RK_Q8_0, 32, 34},
-    [RK_Q2_K] = {"Q2_K", RK_Q2_K, 256, 84},
-    [RK_Q3_K] = {"Q3_K", RK_Q3_K, 256, 110},
-    [RK_Q4_K] = {"Q4_K", RK_Q4_K, 256, 144},
-    [RK_Q5_K] = {"Q5_K", RK_Q5_K, 256, 176},
-    [RK_Q6_K] = {"Q6_K", RK_Q6_K, 256, 210},
-};
+#define TYPE_ROW(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                      \
+    [RK_##NAME] = {#NAME, RK_##NAME, BLOCK, BYTES},
+    RK_BLOCK_TYPES(TYPE_ROW)};
 
 const rk_type_info *rk_type_get(rk_type type)
 {
@@ -50,7 +42,7 @@ void rk_to_bf16(uint16_t *out, const float *x, int64_t n)
 }
 
 /* Blocks to floats, one after the other. */
-#define DEFINE_VALUES(NAME, TYPE, BLOCK, GROUP, OFFSET)                        \
+#define DEFINE_VALUES(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                 \
     static void values_##TYPE(float *out, const uint8_t *bytes, int64_t n)     \
     {                                                                          \
         rk_unpacked x;                                                         \
@@ -88,7 +80,7 @@ void rk_dequantize(float *out, const void *blocks, rk_type type, int64_t n)
             out[i] = rk_bf16_to_f32(rk_read_u16(bytes + 2 * i));
         }
         break;
-#define VALUES(NAME, TYPE, BLOCK, GROUP, OFFSET)                               \
+#define VALUES(NAME, TYPE, BLOCK, BYTES, GROUP, OFFSET)                        \
     case RK_##NAME:                                                            \
         values_##TYPE(out, bytes, n);                                          \
         break;

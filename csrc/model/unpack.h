@@ -24,18 +24,19 @@
 #include <immintrin.h>
 #endif
 
-/* Name, function, elements of a block, elements of a group, has it offsets? */
+/* Name, function, elements and bytes of a block, elements of a group, has it
+ * offsets? */
 #define RK_BLOCK_TYPES(X)                                                      \
-    X(Q4_0, q4_0, 32, 32, false)                                               \
-    X(Q4_1, q4_1, 32, 32, true)                                                \
-    X(Q5_0, q5_0, 32, 32, false)                                               \
-    X(Q5_1, q5_1, 32, 32, true)                                                \
-    X(Q8_0, q8_0, 32, 32, false)                                               \
-    X(Q2_K, q2_k, 256, 16, true)                                               \
-    X(Q3_K, q3_k, 256, 16, false)                                              \
-    X(Q4_K, q4_k, 256, 32, true)                                               \
-    X(Q5_K, q5_k, 256, 32, true)                                               \
-    X(Q6_K, q6_k, 256, 16, false)
+    X(Q4_0, q4_0, 32, 18, 32, false)                                           \
+    X(Q4_1, q4_1, 32, 20, 32, true)                                            \
+    X(Q5_0, q5_0, 32, 22, 32, false)                                           \
+    X(Q5_1, q5_1, 32, 24, 32, true)                                            \
+    X(Q8_0, q8_0, 32, 34, 32, false)                                           \
+    X(Q2_K, q2_k, 256, 84, 16, true)                                           \
+    X(Q3_K, q3_k, 256, 110, 16, false)                                         \
+    X(Q4_K, q4_k, 256, 144, 32, true)                                          \
+    X(Q5_K, q5_k, 256, 176, 32, true)                                          \
+    X(Q6_K, q6_k, 256, 210, 16, false)
 
 /* One block: value i of group g is scale[g] * q[i], + offset[g] where the type
  * has offsets. */
