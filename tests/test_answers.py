@@ -216,6 +216,7 @@ SAME = [
     ("10,000", "10 000"), ("-3", "\u22123"), ("'B'", "b"), ("x = 5", "x=5"), ("004", "4"),
     (r"\text{13}", "13"), ("28 percent", r"28\%"), ("$29.00", "29"), ("2 dozen", "24"),
     ("1.0e3", "1000"), ("5‰", "0.005"), ("(B)", "B"), ("[B]", "b"), ("B)", "b"), ("(12)", "12"),
+    (r"\boxed{B}", "B"), (r"$\boxed{\frac{3}{4}}$.", "0.75"), (r"\fbox{\text{Blue}}", "blue"),
 ]  # fmt: skip
 OTHER = [
     ("12:30", "30"), ("12:30", "12"), ("-3", "3"), ("5 M", "5 B"), ("3/4", "4"), ("50%", "50"),
@@ -225,6 +226,7 @@ OTHER = [
     ("4 10/3", "10/3"), ("12:00", "1:00"), ("A", "B"), ("x < 5", "x > 5"), ("3:5", "5:3"),
     ("2 dozen", "2"), ("1e999999", "1e999998"), ("twelve", "twenty"), ("10", "10²"),
     ("5!", "5x"), ("", "0"), ("(B)", "(C)"), ("f(x)", "x"),
+    (r"\boxed{A}", r"\boxed{B}"),
 ]  # fmt: skip
 
 
@@ -237,6 +239,11 @@ def test_equal_answers_are_one(a: str, b: str) -> None:
     assert is_answer(a, b) and is_answer(b, a)
     if "twelve" not in (a, b) and "210" not in (a, b):  # words of a text stay words
         assert_answer(f"I think, {a}", b)
+
+
+@pytest.mark.parametrize(("a", "b"), [(r"\boxed{A} and \boxed{B}", "B"), (r"\boxed{2}x", "2")])
+def test_a_box_around_a_part_is_not_the_answer(a: str, b: str) -> None:
+    assert not same_answer(a, b) and not is_answer(a, b)
 
 
 @pytest.mark.parametrize(("a", "b"), OTHER)

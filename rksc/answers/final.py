@@ -46,8 +46,9 @@ def final_answer(text: str) -> str:
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Whether two answers are one: equal numbers however they are written (4.00 and $4, 3/4 and
-    0.75, 50% and 0.5, 12 and twelve), in equal words. 12:30 is not 30, 5 M not 5 B, 50% not 50."""
+    r"""Whether two answers are one: equal numbers however they are written (4.00 and $4, 3/4 and
+    0.75, 50% and 0.5, 12 and twelve), in equal words, boxed or not. 12:30 is not 30, 5 M not 5 B,
+    50% not 50."""
     return answer_key(_text("a", a)) == answer_key(_text("b", b))
 
 
@@ -59,7 +60,7 @@ def _text(field: str, value: str) -> str:
 
 def answer_key(answer: str) -> Hashable:
     """Equal for the same answers, for votes."""
-    value = cardinal(_trimmed(answer))
+    value = cardinal(_trimmed(_bare(answer)))
     return (value,) if value is not None else tuple(token.key for token in _inner(answer))
 
 
@@ -118,11 +119,23 @@ def _stands(mine: list[Token], at: int, wanted: list[Token]) -> bool:
 def _inner(answer: str) -> list[Token]:
     """The tokens of an answer without quotes, emphasis and the full stop around it, and of a single
     one, like the letter of a choice, without parentheses."""
-    found = tokens(_plain(answer))
+    found = tokens(_bare(answer))
     around = [i for i, token in enumerate(found) if token.key not in _AROUND]
     found = found[around[0] : around[-1] + 1] if around else []
     single = [token for token in found if token.key not in _PARENTHESES]
     return single if len(single) == 1 and len(found) <= 3 else found
+
+
+def _bare(answer: str) -> str:
+    r"""An answer as plain text, without the \boxed{} that is all of it."""
+    text = _plain(answer)
+    boxes = _boxes(text)
+    if len(boxes) == 1:
+        (box,) = boxes
+        around = text[: box.start].rpartition("\\")[0] + text[box.end :]
+        if not _CONTENT.search(around):
+            return text[box.start : box.end]
+    return text
 
 
 def _words(text: str, start: int, end: int) -> list[Token]:
