@@ -6,6 +6,8 @@
 `BranchSession` is the engine underneath: prefill, fork, generate, verify, select.
 """
 
+import sys as _sys
+
 try:
     from ._core import Branch, CapacityError, DeviceArray, Tensor
 except ModuleNotFoundError as _error:
@@ -32,7 +34,7 @@ from .reasoning.tree import Node, Phase
 from .text.tokenizer import Tokenizer
 from .version import __version__ as __version__
 
-_keep(__name__)
+_keep(_sys.modules[__name__])
 
 __all__ = [
     "ASKS",

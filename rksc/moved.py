@@ -1,8 +1,7 @@
 """Modules of version 0.1 under their old names, for one version more.
 
-Each is in `sys.modules` from the start, empty; a name that is taken from it comes from where it is
-now, with a DeprecationWarning that says where that is. They are not attributes of `rksc`, where
-`solve`, `search`, `load` and `calibrate` are functions.
+They import as they did. A name that is taken from one comes from where it is now, with a
+DeprecationWarning that says where that is.
 """
 
 from __future__ import annotations
@@ -10,6 +9,10 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -38,29 +41,56 @@ MOVED = {name: (f"{room}.{name}",) for room, names in _ROOMS.items() for name in
 
 
 class _Moved(ModuleType):
-    def __init__(self, old: str, new: tuple[str, ...]) -> None:
-        super().__init__(old, f"Now in {' and '.join(new)}.")
-        self._new = new
+    """An old module. _new: the modules that have its contents."""
+
+    _new: tuple[ModuleType, ...]
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):  # the import system's own
-            for new in self._new:
-                try:
-                    value = getattr(importlib.import_module(new), name)
-                except AttributeError:
-                    continue
+        for new in () if name.startswith("_") else self._new:
+            if hasattr(new, name):
                 warnings.warn(
-                    f"{self.__name__}.{name} is {new}.{name} now, and goes from its old place "
-                    "with version 0.3",
+                    f"{self.__name__}.{name} is {new.__name__}.{name} now, and goes from its old "
+                    "place with version 0.3",
                     DeprecationWarning,
                     stacklevel=2,
                 )
-                return value
+                return getattr(new, name)
         raise AttributeError(f"module {self.__name__!r} has no {name!r}; {self.__doc__}")
 
 
-def keep(package: str) -> None:
-    """Put the old modules of `package` where an import looks for them."""
-    for old, new in MOVED.items():
-        name = f"{package}.{old}"
-        sys.modules[name] = _Moved(name, tuple(f"{package}.{each}" for each in new))
+class _Old(MetaPathFinder, Loader):
+    """Finds the old modules of a package, and makes them."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, old = fullname.partition(".")
+        known = package == self._package and old in MOVED
+        return spec_from_loader(fullname, self) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Moved(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert isinstance(module, _Moved)
+        places = MOVED[module.__name__.partition(".")[2]]
+        module._new = tuple(importlib.import_module(f"{self._package}.{p}") for p in places)
+        module.__doc__ = f"Now in {' and '.join(new.__name__ for new in module._new)}."
+        names = {name for new in module._new for name in vars(new) if not name.startswith("_")}
+        module.__all__ = sorted(names)  # type: ignore[attr-defined]
+
+
+def keep(package: ModuleType) -> None:
+    """Let the old modules of `package` be found. Those that share their names with a function of
+    the package are made at once, or their import would put them in its place."""
+    finder = _Old(package.__name__)
+    sys.meta_path.append(finder)
+    for old in MOVED:
+        if hasattr(package, old):
+            spec = spec_from_loader(f"{package.__name__}.{old}", finder)
+            assert spec is not None
+            module = sys.modules[spec.name] = module_from_spec(spec)
+            finder.exec_module(module)

@@ -198,6 +198,9 @@ def test_a_problem_is_a_text_or_a_file(tmp_path: Path) -> None:
 def test_a_problem_comes_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("2 + 2?\n"))
     assert problem("-") == "2 + 2?"
+    for text in (__file__, "/no/such.txt"):  # text, whatever it looks like
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert problem("-") == text
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
     with pytest.raises(argparse.ArgumentTypeError, match="empty"):
         problem("-")

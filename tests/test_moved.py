@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -33,14 +34,31 @@ def test_a_name_of_before_comes_with_a_warning(old: str, name: str, new: str) ->
     assert told[0].filename == __file__
 
 
-def test_all_modules_of_before_are_somewhere() -> None:
-    for old, new in MOVED.items():
-        assert sys.modules[f"rksc.{old}"].__doc__
-        for each in new:
-            if each == "server.app":
-                pytest.importorskip("uvicorn")
-                pytest.importorskip("prometheus_client")
-            assert importlib.import_module(f"rksc.{each}").__name__ == f"rksc.{each}"
+IMPORTS = """
+import pickle, sys
+import rksc
+old = {name for name in sys.modules if name.removeprefix("rksc.") in MOVED}
+assert old == {"rksc.solve", "rksc.search", "rksc.load", "rksc.calibrate"}, old
+import rksc.chat
+assert rksc.chat.render is rksc.text.chat.render
+import rksc.experiments.stats as stats
+assert stats.wilson is rksc.calibration.stats.wilson
+import rksc.solve
+from rksc.guard import *
+assert is_rewording is rksc.is_rewording
+from importlib.util import find_spec
+assert find_spec("rksc.tokenizer") and not find_spec("rksc.tokens")
+for name in sorted(MOVED):
+    if name != "serve" or find_spec("uvicorn"):
+        __import__(f"rksc.{name}")
+assert callable(rksc.solve) and callable(rksc.load)
+"""
+
+
+def test_the_old_spellings_in_a_fresh_process() -> None:
+    """Plain imports, `from ... import *`, and nothing of them where nobody asks."""
+    code = f"MOVED = {sorted(MOVED)}\n{IMPORTS}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_functions_keep_the_names_that_modules_had() -> None:

@@ -20,6 +20,7 @@ from support.asking import ANSWER, ASK
 
 from rksc import Model
 from rksc.clients._engine import Engine
+from rksc.clients._errors import RequestError
 from rksc.server import json_bodies as _json
 
 pytest.importorskip("uvicorn")
@@ -429,6 +430,84 @@ def test_a_slow_reader_gets_all(server: Server, monkeypatch: pytest.MonkeyPatch)
             texts[choice["index"]] += choice["delta"].get("content", "")
     _, answer = server.chat(**{**ANSWER, **fields})
     assert texts == [choice["message"]["content"] for choice in answer["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+        (b"[" * 100_000, "nested too deep"),
+        (json.dumps({**ANSWER, "q" * 1_000_000: 1}).encode(), "qqq...=1 is not supported"),
+        (
+            b'{"prompt": [[1, [2]]], "max_tokens": 1}',
+            "prompt[0]: tokens must be a sequence of ints",
+        ),
+    ],
+)
+def test_a_body_that_is_wrong_is_told_in_our_words(server: Server, body: bytes, told: str) -> None:
+    path = COMPLETION if b"prompt" in body else CHAT
+    status, answer = server.request("POST", path, body, **{"Content-Type": "application/json"})
+    assert status == 400
+    assert told in answer["error"]["message"], answer["error"]["message"][:300]
+    assert len(answer["error"]["message"]) < 2500
+
+
+# ---- connections ---------------------------------------------------------------------------------
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has ended it; what it had sent is read."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_who_does_not_finish_headers_is_left(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a new connection and on one that has had an answer; not who waits for a long one."""
+    monkeypatch.setattr(module, "HEADER_SECONDS", 0.5)
+    slowly(server.engine, monkeypatch)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    long = server.post(**{**ANSWER, "max_tokens": 60})  # of more than a second
+    for sent in (b"", b"GET /hea", whole, whole + b"\r\n" + whole):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(sent)
+            began = time.monotonic()
+            assert is_closed(connection), sent
+            assert time.monotonic() - began > 0.3
+    reply = long.getresponse()
+    assert reply.status == 200
+    assert json.loads(reply.read())["usage"]["completion_tokens"] == 180
+    long.close()
+
+
+def test_more_connections_than_files_are_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "most_connections", lambda: 3)
+    places = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3)]
+    eventually(lambda: len(server.connections) == 3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        assert is_closed(connection)
+    for place in places:
+        place.close()
+    eventually(lambda: not server.connections)
+    assert server.request("GET", "/health")[0] == 200
+
+
+def test_what_comes_when_the_server_has_stopped_is_a_503(engine: Engine) -> None:
+    worker = module.Worker(engine)
+    worker.join()
+    with pytest.raises(RequestError, match="stopping") as told:
+        worker.submit([])
+    assert told.value.status_code == 503
 
 
 # ---- turns -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from ..formats.files import shown
-from .characters import LETTER, THIN, tidy
+from .characters import LETTER, tidy
 from .number_words import cardinal
 from .numerals import Numeral, read
 
@@ -30,10 +30,12 @@ def final_answer(text: str) -> str:
     """
     lines = [line.strip() for line in _text("text", text).splitlines() if line.strip()]
     lines = [line for line in lines if not _UNANSWERED.fullmatch(line)]
-    text = _STATED_GROUPS.sub(_thin, _plain(text))
-    numbers = [number for number in read(text) if not number.joined]
+    text = _plain(text)
+    statements = _statements(text)
+    begins = {_OPENING.match(text, stated.start).end() for stated in statements}  # type: ignore[union-attr]
+    numbers = [number for number in read(text, begins) if not number.joined]
     words = None
-    for stated in reversed(_statements(text)):
+    for stated in reversed(statements):
         said = _said(text, stated, numbers)
         if said is None:
             continue
@@ -189,6 +191,7 @@ _NEXT_PROBLEM = re.compile(
     r"^[ \t#*_]*(?:question|problem|q)[*_]{0,3}:", re.IGNORECASE | re.MULTILINE
 )
 _LEAD = re.compile(r"[\s*:=_`]*")
+_OPENING = re.compile(r"[\s*_(]*")
 _CONTENT = re.compile(r"[^\W_]")
 _BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|\\[{}]|[{}]")
 
@@ -296,6 +299,7 @@ _GOES_ON = re.compile(
     rf"(?:[\d.(√]|\\(?:frac|sqrt|pi)|{_VARIABLE})"
     rf"|(?:[abdefijnopqrtuvwxyzπ√](?![A-Za-z'’])|\s?\\(?:pi|sqrt|theta|alpha|ln|log)(?![A-Za-z]))"
     r"|\((?=[-\d.\\xyz])|\^(?!\{?\\circ)|\s(?:plus|minus|times|divided by|multiplied by)\s"
+    r"|\sout of\s\d"
 )
 _COMES_FROM = re.compile(
     r"(?:[+×·÷√^]|[\w)}]\s?\*|[\w)}]\s?/|[\w)}\]]\s?-|\\(?:times|cdot|div|pi|ln|log|sin|cos|tan)"
@@ -314,12 +318,6 @@ _NUMBERED = re.compile(  # or the last one, of a text that was cut off there
 )
 _NO_NUMBER = re.compile(
     r"(?:\\sqrt(?:\[\d\])?\s?\{?|√\s?\(?|\bbetween\s\S{1,20}\sand\s)\Z", re.IGNORECASE
-)
-# 9 500 dollars: where an answer is stated, a blank parts thousands.
-_STATED_GROUPS = re.compile(
-    r"((?:####|answers?[*_`'\"]{0,3}\s{0,3}[:=]|answer is)[\s*_$]{0,4})(\d{1,2}(?: \d{3})+)"
-    r"(?![\d,.]*\d)(?!\s?(?:and|or|to|[,;&-])?\s?\d)",
-    re.IGNORECASE,
 )
 
 
@@ -395,10 +393,6 @@ def _several(said: str, start: int, end: int, numbers: Sequence[_Number]) -> str
     measures = _MEASURES.match(text)
     all_of_it = measures is not None and "\0" not in text[measures.end() :]
     return said[start:end] if all_of_it or _LIST.fullmatch(text) else ""
-
-
-def _thin(stated: re.Match[str]) -> str:
-    return stated[1] + stated[2].replace(" ", THIN)
 
 
 def _last(text: str, numbers: Sequence[Numeral]) -> str | None:

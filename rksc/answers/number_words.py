@@ -97,20 +97,27 @@ def named(text: str) -> list[Named]:
 def cardinal(text: str) -> Fraction | None:
     """The number that the words are when they are nothing else: "twelve", "two and a half"."""
     items = _items(tidy(text))
-    if not items or not (items[0].text in _CARDINALS or items[0].text in _BARE_SCALES):
+    below = _at(items, 0).text in ("minus", "negative")
+    start = int(below)
+    if _at(items, start).text == "a" and _at(items, start + 1).text in _BARE_SCALES:
+        start += 1
+    word = _at(items, start).text
+    if not (word in _CARDINALS or word in _BARE_SCALES):
         return None
-    value, end = _cardinal(items, 0)
+    value, end = _cardinal(items, start)
     value, end = _finish(items, end, value)
-    return value if end == len(items) else None
+    return (-value if below else value) if end == len(items) else None
 
 
 _WORD = re.compile(r"[^\W\d_]+|\d+|\S")
+_MINUS = re.compile(r"(?<=[^\w)\]}])- ?(?=[^\W\d_])")  # that joins nothing: -five, [-five, 5]
 _DASH = "–"  # that stands between spaces: what follows is subtracted, it is no "twenty-five"
 
 
 def _items(text: str) -> list[_Item]:
     items: list[_Item] = []
     at = 0
+    text = f" {text}"
     for numeral in read(text):
         items += map(_Item, _words(text[at : numeral.start]))
         items.append(_Item("", numeral))
@@ -121,7 +128,8 @@ def _items(text: str) -> list[_Item]:
 def _words(text: str) -> list[str]:
     if not text.isascii():
         text = "".join(map(_plain, fold(text)))
-    return _WORD.findall(text.lower().replace(" - ", f" {_DASH} "))
+    text = text.lower().replace(" - ", f" {_DASH} ")
+    return _WORD.findall(_MINUS.sub(" negative ", text))
 
 
 def _plain(char: str) -> str:
@@ -149,31 +157,31 @@ def _read(items: list[_Item], i: int) -> tuple[Named | None, int]:
         number = Fraction(int(word)) if len(word) < 100 else word
         return Named((number,), number), i + 1
     if word in _FACTORS:
-        value = Fraction(_FACTORS[word])
-        return Named((value,), value), i + 1
+        return _signed(items, i, Fraction(_FACTORS[word])), i + 1
     if word in _CARDINALS or word in _BARE_SCALES:
         value, end = _cardinal(items, i)
         after, finished = _finish(items, end, value)
-        if word == "one" and finished == i + 1:
+        named = _signed(items, i, after)
+        if word == "one" and finished == i + 1 and named == Named((after,), after):
             return None, finished
-        return _signed(items, i, after), finished
+        return named, finished
     if word in _PARTS:
         value, end = _part(items, i)
-        return Named((value,), value), end
+        return _signed(items, i, value), end
     return None, i + 1
 
 
 def _signed(items: list[_Item], i: int, value: Fraction) -> Named:
-    """A number in words after "minus" or "negative": below zero, or subtracted."""
+    """A number in words after "minus", "negative" or a dash: below zero, or subtracted."""
+    i -= _at(items, i - 1).text in ("a", "an")
     word, before = _at(items, i - 1).text, _at(items, i - 2)
+    term = before.numeral or before.text in _CARDINALS or before.text in _SCALES
     if word == _DASH:
         return Named((value,), value, dashed=True)
-    if word not in ("minus", "negative"):
-        return Named((value,), value)
-    term = before.numeral or before.text in _CARDINALS or before.text in _SCALES
     if word == "minus" and (term or (len(before.text) == 1 and before.text.isalpha())):
         return Named((value,), value, dashed=True)
-    return Named((-value,), -value)
+    below = word in ("minus", "negative")
+    return Named((-value,), -value) if below else Named((value,), value)
 
 
 def _cardinal(items: list[_Item], i: int) -> tuple[Fraction, int]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -67,14 +67,15 @@ class Numeral(NamedTuple):
         return self.written
 
 
-def read(text: str) -> list[Numeral]:
-    """The numerals of a tidy text, in order."""
+def read(text: str, alone: Container[int] = ()) -> list[Numeral]:
+    """The numerals of a tidy text, in order. alone: where a number that begins, with its sign, is
+    the only thing said: there a blank parts thousands, as it does in money."""
     text = fold(text)
     found: list[Numeral] = []
     begin = _BEGIN.search(text)
     while begin:
         at, end = begin.start(), begin.end()
-        for start, draft in _drafts(text, at):
+        for start, draft in _drafts(text, at, alone):
             whole = found[-1] if found and _takes_part(text, found[-1], start, draft) else None
             if whole is not None:
                 found.pop()
@@ -161,7 +162,7 @@ class _Piece(NamedTuple):
     end: int
 
 
-def _drafts(text: str, at: int) -> list[tuple[int, _Draft]]:
+def _drafts(text: str, at: int, alone: Container[int]) -> list[tuple[int, _Draft]]:
     """What begins at a match of _BEGIN: mostly one number, of a list several, of LaTeX's \\frac
     with no numbers in it none."""
     char = text[at]
@@ -176,11 +177,13 @@ def _drafts(text: str, at: int) -> list[tuple[int, _Draft]]:
         return [(at, _number(run.end(), run[0]))]
     pieces = [_Piece(_mark(m[1] or ""), m[2], m.start(2), m.end()) for m in _PIECE.finditer(run[0])]
     after = text[run.end() : run.end() + 2]
-    if any(piece.mark == " " for piece in pieces) and _is_money(text, at, run.end()):
+    blanks = any(piece.mark == " " for piece in pieces)
+    if blanks and (_is_money(text, at, run.end()) or _is_alone(text, at, run.end(), alone)):
         pieces = [p._replace(mark=THIN) if p.mark == " " else p for p in pieces]
     listed = text[at - 1 : at] in _OPENS and (after[:1] in _CLOSES or after == "\\}")
+    parts = [pieces[:1], pieces[1:]] if _is_pair(text, at, after, pieces) else None
     made = []
-    for part in _parted(pieces, listed):
+    for part in parts or _parted(pieces, listed):
         start = at if part is pieces else at + part[0].start
         made.append((start, _draft(part, at, listed)))
     return made
@@ -189,6 +192,22 @@ def _drafts(text: str, at: int) -> list[tuple[int, _Draft]]:
 def _is_money(text: str, at: int, end: int) -> bool:
     """Whether a currency stands before a run or after it: 9 500 dollars are no two numbers."""
     return bool(_CURRENCY.match(text, end)) or sign_of(text, at).money
+
+
+def _is_pair(text: str, at: int, after: str, pieces: list[_Piece]) -> bool:
+    """Whether a run is the ends of a half-open interval: [1,500) is no 1500, though (1,500) is."""
+    opened = sign_of(text, at).start - 1
+    comma = len(pieces) == 2 and pieces[1].mark == ","
+    return comma and opened >= 0 and text[opened] + after[:1] in ("[)", "(]")
+
+
+_GOES_ON = re.compile(r"\s?(?:and|or|to|[,;&-])?\s?\d")
+
+
+def _is_alone(text: str, at: int, end: int, alone: Container[int]) -> bool:
+    """Whether a run is the one number of a place: 9 500, but not 100 200 and no 1 100 or 200."""
+    few = not text[at : at + 3].isdecimal()
+    return few and sign_of(text, at).start in alone and not _GOES_ON.match(text, end)
 
 
 def _mark(between: str) -> str:

@@ -59,6 +59,7 @@ def problem(value: str) -> str:
     """A problem as given, the contents of the file that it names, or standard input ("-"). What
     begins like a path or ends like the name of a text, without a blank, and is not there, is no
     problem but a slip."""
+
     if value == "-":
         try:
             value = sys.stdin.read().strip()
@@ -66,7 +67,7 @@ def problem(value: str) -> str:
             raise argparse.ArgumentTypeError(f"standard input: {error}") from None
     elif os.path.isdir(value):
         raise argparse.ArgumentTypeError(f"{value!r} is a folder")
-    if os.path.exists(value):
+    elif os.path.exists(value):
         try:
             value = Path(value).read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:

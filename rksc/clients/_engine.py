@@ -190,7 +190,10 @@ class Engine:
     def check_prompt(self, prompt: Tokens, field: str) -> NDArray[np.int32]:
         """The prompt as int32; ValueError names the field of one that is empty, ContextLengthError
         that of one that has more tokens than there are positions or room for in the KV budget."""
-        tokens = np.asarray(prompt)
+        try:
+            tokens = np.asarray(prompt)
+        except ValueError:  # lists of several lengths
+            tokens = np.asarray(None)
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise ValueError(f"{field}: tokens must be a sequence of ints")
         if not len(tokens):

@@ -148,10 +148,11 @@ def check_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> 
         if name == "best_of" and settings.get("n") is not None:
             neutral = (*neutral, settings["n"])  # the best n of n are all of them
         if not any(_same(value, other) for other in neutral):
-            said, why = f"{name}={shown(value)} is not supported", _WHY.get(name)
+            field = str(name) if len(str(name)) <= 64 else f"{str(name)[:61]}..."
+            said, why = f"{field}={shown(value)} is not supported", _WHY.get(name)
             code = "unsupported_parameter" if why else "unknown_parameter"
             hint = f": {why}" if why else nearest(str(name), [*known, *NEUTRAL])
-            raise FieldError(str(name), said + hint, code)
+            raise FieldError(field, said + hint, code)
 
 
 def _check_length(name: str, value: Any) -> None:

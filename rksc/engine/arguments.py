@@ -41,7 +41,7 @@ def no_model(field: str, value: object) -> TypeError:
 def nearest(name: str, known: Iterable[str]) -> str:
     """What a slip may have meant, for a message: "; did you mean 'n_threads'?", or ""."""
     known = list(known)
-    if len(name) < 2:
+    if not 2 <= len(name) <= 64:
         return ""
     close = difflib.get_close_matches(name, known, 1) or [k for k in known if name in k.split("_")]
     return f"; did you mean {close[0]!r}?" if close else ""

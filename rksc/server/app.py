@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 import threading
 from collections import deque
@@ -54,6 +55,7 @@ MAX_WAITING = 4096  # samples in the queue; more is a 503
 LARGE = 64 << 10  # bytes: such bodies are read one at a time
 MAX_LARGE = 16  # of these that wait; more is a 503
 MAX_UNREAD = 1 << 14  # tokens of a stream that wait for its reader; more ends it
+HEADER_SECONDS = 30.0  # until the headers of a request have come
 BODY_SECONDS = 60.0  # until a body has come
 WRITE_SECONDS = 60.0  # until the reader of a stream takes a piece of it
 GRACE_SECONDS = 3
@@ -70,6 +72,8 @@ class Worker:
         self._unwanted: deque[Sample] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._lock = threading.Lock()  # of _ended
+        self._ended = False  # nothing that is submitted would run
         self._thread = threading.Thread(target=self._run, name="rksc-serve", daemon=True)
         self._thread.start()
 
@@ -78,9 +82,12 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(self, samples: list[Sample]) -> None:
-        if not self.alive:
-            raise RuntimeError("the engine's thread has ended: restart the server")
-        self.engine.submit(samples)
+        with self._lock:
+            if self._ended:
+                raise RequestError("the server is stopping", status_code=503)
+            if not self.alive:
+                raise RuntimeError("the engine's thread has ended: restart the server")
+            self.engine.submit(samples)
         self._wake.set()
 
     def abandon(self, samples: list[Sample]) -> None:
@@ -103,6 +110,8 @@ class Worker:
                 self._turn()
             except Exception as error:
                 self.engine.fail_all(error)
+        with self._lock:
+            self._ended = True
         self.engine.cancel_all()
 
     def _turn(self) -> None:
@@ -463,8 +472,44 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     wait until what had been written is read, and the client may never read it: then the request
     would run on for nobody."""
 
+    _patience: asyncio.TimerHandle | None = None
+
     def eof_received(self) -> None:
         self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Refused where there are as many as files allow: a process that has none to spare cannot
+        accept, and says so without end."""
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Who begins a request has a while for its headers."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._patience is None:
+            self._patience = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = None
+
+
+def most_connections() -> int:
+    """What the process' limit of open files leaves for connections, some kept for itself."""
+    return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64, 16)
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:

@@ -21,14 +21,23 @@ def read_json(data: bytes) -> dict[str, Any]:
     if _n_values(data) > MAX_VALUES:
         raise RequestError(f"the body has more than {MAX_VALUES} texts, lists and objects")
     try:
-        body = json.loads(data.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        body = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number)
+    except RecursionError:
+        raise RequestError("the body is nested too deep") from None
+    except ValueError as error:
+        told = str(error)
+        if "integer string conversion" in told:
+            told = "a number has too many digits"
+        raise RequestError(f"the body is not JSON: {told}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     if b"\\ud" in data.lower():
         check_whole(body)
     return body
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _n_values(data: bytes) -> int:

@@ -35,6 +35,11 @@ class Server:
             assert self._thread.is_alive()
             time.sleep(0.01)
 
+    @property
+    def connections(self) -> set[Any]:
+        """Those that are open."""
+        return self._server.server_state.connections
+
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join(30)
