@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -85,12 +85,10 @@ class _Old(MetaPathFinder, Loader):
 
 def keep(package: ModuleType) -> None:
     """Let the old modules of `package` be found. Those that share their names with a function of
-    the package are made at once, or their import would put them in its place."""
-    finder = _Old(package.__name__)
-    sys.meta_path.append(finder)
+    the package are imported at once, and the function is put back: later imports leave it."""
+    sys.meta_path.append(_Old(package.__name__))
     for old in MOVED:
-        if hasattr(package, old):
-            spec = spec_from_loader(f"{package.__name__}.{old}", finder)
-            assert spec is not None
-            module = sys.modules[spec.name] = module_from_spec(spec)
-            finder.exec_module(module)
+        function = getattr(package, old, None)
+        if function is not None:
+            importlib.import_module(f"{package.__name__}.{old}")
+            setattr(package, old, function)

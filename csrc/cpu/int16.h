@@ -10,9 +10,10 @@
  * Sums of products are exact integers, whatever their order: 32 products are
  * at most 32 * 255 * 32767 = 267,378,720 (Q8_0 with 128 added), and what takes
  * the added number away 32 * 128 * 32767, so int32 has room eight times over,
- * for any file. A sum over a group is rounded to float once; then all is fused
- * multiply-adds of floats in the order of groups, each block from zero, and of
- * blocks:
+ * for any file; of bytes, 256 times the sum of `high` is at most
+ * 32 * 255 * 32768, that of `low` 32 * 255 * 255. A sum over a group is rounded
+ * to float once; then all is fused multiply-adds of floats in the order of
+ * groups, each block from zero, and of blocks:
  *
  *   x = fma(float(sum of q r), d, x), x = fma(t, float(sum of q), x)
  *   y = fma(x, s, y)

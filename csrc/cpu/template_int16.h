@@ -33,9 +33,9 @@
 
 #define ROWS (VECTORS * LANES)
 #ifdef vi_dot_bytes
-#define BYTES true
+#define BY_BYTES true
 #else
-#define BYTES false
+#define BY_BYTES false
 #endif
 
 /* ---- activations ------------------------------------------------------------
@@ -43,13 +43,15 @@
 
 #define SMALLEST 0x1p-110f /* a block below it counts as zero */
 
-/* 16 of them from the i-th on. */
-INLINE void put_activations(cpu_int16_block *to, int i, const int32_t *q)
+/* 16 of them from the i-th on. Returns the sum of `high`, 0 without bytes. */
+INLINE int32_t put_activations(cpu_int16_block *to, int i, const int32_t *q)
 {
+    int32_t high = 0;
 #ifdef vi_dot_bytes
     for (int j = 0; j < 16; j++) {
         to->high[i + j] = (int8_t)(q[j] >> 8);
         to->low[i + j] = (uint8_t)q[j];
+        high += q[j] >> 8;
     }
 #else
     for (int j = 0; j < 16; j += 4) {
@@ -60,6 +62,7 @@ INLINE void put_activations(cpu_int16_block *to, int i, const int32_t *q)
         four[3] = (int16_t)q[j + 3];
     }
 #endif
+    return high;
 }
 
 /* |x| * (32767 / max) is below 32767.01 for all roundings, so q is in range. */
@@ -72,9 +75,8 @@ static void quantize_block(cpu_int16_block *out, const float *x, int n)
         for (int i = 0; i < 16; i++) {
             q[i] = cpu_round(x[16 * g + i], rounding);
             sums[g] += q[i];
-            highs[g] += q[i] >> 8;
         }
-        put_activations(out, 16 * g, q);
+        highs[g] = put_activations(out, 16 * g, q);
     }
     for (int g = 0; g < 8; g++) {
         out->less_high[g] = -256 * (highs[2 * g] + highs[2 * g + 1]);
@@ -146,14 +148,30 @@ INLINE vi first_of(const cpu_int16_block *a, int g, kind of)
     if (of.zero < 0) {
         return (vi){0};
     }
-    const int32_t less = BYTES && of.zero == 7
+    const int32_t less = BY_BYTES && of.zero == 7
                              ? a->less_high[g]
                              : a->less[(of.group == 32 ? 0 : 8) + g];
     return (vi)((vu)vi_set1(less) << of.zero);
 }
 
+/* acc += 256 high */
+INLINE void add_high(vi acc[VECTORS][COLUMNS], vi high[VECTORS][COLUMNS],
+                     int vectors, int columns)
+{
+    UNROLL
+    for (int c = 0; c < columns; c++) {
+        UNROLL
+        for (int v = 0; v < vectors; v++) {
+            acc[v][c] += (vi)((vu)high[v][c] << 8);
+        }
+    }
+}
+
 /* acc += dot products of `columns` rows with a group, whose quads begin with
- * the `first` of a block; `apart` between those of `vectors` panels. */
+ * the `first` of a block; `apart` between those of `vectors` panels.
+ *
+ * Of few sums `high` and `low` are made side by side, else one after the other,
+ * which takes half the registers. */
 #ifdef vi_dot_bytes
 INLINE void add_group(vi acc[VECTORS][COLUMNS], const vu *quads, int64_t apart,
                       int vectors, const cpu_int16_block *a, int64_t stride,
@@ -180,13 +198,7 @@ INLINE void add_group(vi acc[VECTORS][COLUMNS], const vu *quads, int64_t apart,
         }
     }
     if (columns * vectors > 4) {
-        UNROLL
-        for (int c = 0; c < columns; c++) {
-            UNROLL
-            for (int v = 0; v < vectors; v++) {
-                acc[v][c] += (vi)((vu)high[v][c] << 8);
-            }
-        }
+        add_high(acc, high, vectors, columns);
     }
     UNROLL
     for (int i = 0; i < of.group / 4; i++) {
@@ -201,13 +213,7 @@ INLINE void add_group(vi acc[VECTORS][COLUMNS], const vu *quads, int64_t apart,
         }
     }
     if (columns * vectors <= 4) {
-        UNROLL
-        for (int c = 0; c < columns; c++) {
-            UNROLL
-            for (int v = 0; v < vectors; v++) {
-                acc[v][c] += (vi)((vu)high[v][c] << 8);
-            }
-        }
+        add_high(acc, high, vectors, columns);
     }
 }
 #else

@@ -32,7 +32,8 @@ def final_answer(text: str) -> str:
     lines = [line for line in lines if not _UNANSWERED.fullmatch(line)]
     text = _plain(text)
     statements = _statements(text)
-    begins = {_OPENING.match(text, stated.start).end() for stated in statements}  # type: ignore[union-attr]
+    openings = [_OPENING.match(text, stated.start) for stated in statements]
+    begins = {opening.end() for opening in openings if opening}
     numbers = [number for number in read(text, begins) if not number.joined]
     words = None
     for stated in reversed(statements):

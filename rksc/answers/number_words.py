@@ -117,7 +117,7 @@ _DASH = "–"  # that stands between spaces: what follows is subtracted, it is n
 def _items(text: str) -> list[_Item]:
     items: list[_Item] = []
     at = 0
-    text = f" {text}"
+    text = f" {text}"  # so that a sign may be the first
     for numeral in read(text):
         items += map(_Item, _words(text[at : numeral.start]))
         items.append(_Item("", numeral))

@@ -59,7 +59,6 @@ def problem(value: str) -> str:
     """A problem as given, the contents of the file that it names, or standard input ("-"). What
     begins like a path or ends like the name of a text, without a blank, and is not there, is no
     problem but a slip."""
-
     if value == "-":
         try:
             value = sys.stdin.read().strip()

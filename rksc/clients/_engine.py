@@ -193,8 +193,8 @@ class Engine:
         try:
             tokens = np.asarray(prompt)
         except ValueError:  # lists of several lengths
-            tokens = np.asarray(None)
-        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            tokens = None
+        if tokens is None or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise ValueError(f"{field}: tokens must be a sequence of ints")
         if not len(tokens):
             raise ValueError(f"{field} is empty")

@@ -23,8 +23,8 @@ class RequestError(ValueError):
         code: str | None = None,
         status_code: int = 400,
     ) -> None:
-        self.message = _printable(message, 2000)
-        self.param = None if param is None else _printable(param, 100)
+        self.message = printable(message, 2000)
+        self.param = None if param is None else printable(param, 100)
         self.code, self.status_code = code, status_code
         super().__init__(self.message)
 
@@ -56,7 +56,7 @@ class ContextLengthError(FieldError, CapacityError):
         super().__init__(field, message, "context_length_exceeded")
 
 
-def _printable(text: str, longest: int) -> str:
+def printable(text: str, longest: int) -> str:
     """A text that any log and any answer can hold, whatever a request made of it."""
     text = text if len(text) <= longest else text[:longest] + "..."
     return text.encode(errors="backslashreplace").decode()

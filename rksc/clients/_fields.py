@@ -18,7 +18,7 @@ import numpy as np
 from ..engine.arguments import nearest
 from ..scalars import as_float, as_int
 from ..text.decoding import check_text
-from ._errors import FieldError
+from ._errors import FieldError, printable
 
 SEEDS = (-(2**63), 2**64 - 1)
 
@@ -148,15 +148,13 @@ def check_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> 
         if name == "best_of" and settings.get("n") is not None:
             neutral = (*neutral, settings["n"])  # the best n of n are all of them
         if not any(_same(value, other) for other in neutral):
-            said, why = f"{_named(name)}={shown(value)} is not supported", _WHY.get(name)
+            said, why = (
+                f"{printable(str(name), 64)}={shown(value)} is not supported",
+                _WHY.get(name),
+            )
             code = "unsupported_parameter" if why else "unknown_parameter"
             hint = f": {why}" if why else nearest(str(name), [*known, *NEUTRAL])
             raise FieldError(str(name), said + hint, code)
-
-
-def _named(name: object) -> str:
-    text = str(name)
-    return text if len(text) <= 64 else f"{text[:61]}..."
 
 
 def _check_length(name: str, value: Any) -> None:
