@@ -17,7 +17,7 @@ import pytest
 from support import model_files
 from support.letters import Letters
 from support.model_files import TINY, gguf_bytes
-from test_files import info, key, one, raw_gguf
+from test_gguf import info, key, one, raw_gguf
 
 from rksc import BranchSession, load
 from rksc.formats.fields import Fields
